@@ -42,7 +42,7 @@ _ROWS = [
     DType("float32", 4, "float", "F32", "FloatStorage", "float32"),
     DType("float16", 2, "float", "F16", "HalfStorage", "float16"),
     DType("bfloat16", 2, "float", "BF16", "BFloat16Storage", "bfloat16"),
-    DType("complex32", 4, "complex", None, "ComplexHalfStorage", None),
+    DType("complex32", 4, "complex", None, None, None),
     DType("complex64", 8, "complex", "C64", "ComplexFloatStorage", "complex64"),
     DType("complex128", 16, "complex", None, "ComplexDoubleStorage", "complex128"),
     DType("int8", 1, "int", "I8", "CharStorage", "int8"),
