@@ -1,22 +1,20 @@
 """Reads the pickle of a plain value without unpickling: opcodes in, a plain value out.
 
 Nothing that the pickle names is imported or called: a global is looked up in the table
-below, and anything that is not there raises NotPlain with its name. Every opcode is bounded
-by the bytes at hand, memo slots are a dict, and nesting is bounded, so that hostile bytes
-cost no more than their length. Follows PEP 307, PEP 3154, PEP 574 (opcodes) and
-``torch.save`` (persistent ids, ``torch._utils._rebuild_tensor_v2`` and ``_v3``).
+below, and anything that is not there raises NotPlain with its name. Follows ``torch.save``
+(persistent ids, ``torch._utils._rebuild_tensor_v2`` and ``_v3``).
 """
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.dtypes import DTYPES, DType, dtype_named
-from ckptool.errors import DamagedError, UnsupportedError
+from ckptool.errors import DamagedError
+from ckptool.formats.pickle_machine import Machine, check_key, kind_of
 from ckptool.formats.plain_types import (
     MAX_DEPTH,
     NotPlain,
@@ -30,7 +28,6 @@ from ckptool.formats.plain_types import (
 __all__ = ["decode_value"]
 
 _INT64_END = 2**63
-_MAX_KEY_NODES = 1000
 
 
 def decode_value(data: bytes | memoryview) -> PlainValue:
@@ -39,16 +36,10 @@ def decode_value(data: bytes | memoryview) -> PlainValue:
     Raises NotPlain for any class beyond plain ones, UnsupportedError for a dtype or an opcode
     that we do not know, DamagedError for bytes that are no such pickle.
     """
-    machine = _Machine(bytes(data))
-    try:
-        value = machine.run()
-        _check_nesting(value)
-    except (NotPlain, UnsupportedError, DamagedError):
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as e:
-        raise DamagedError(
-            f"the pickle of a value is damaged near byte {machine.position}: {e}"
-        ) from e
+    value = _ValueMachine(bytes(data), what="the pickle of a value").run()
+    if type(value) in (_Callable, _Storage, _StorageClass):
+        raise NotPlain.named(kind_of(value))
+    _check_nesting(value)
     return value
 
 
@@ -71,13 +62,6 @@ class _Callable:
 
     name: str
     build: Callable[..., Any]
-
-
-class _Mark:
-    pass
-
-
-_MARK = _Mark()
 
 
 def _need(kind: type | tuple[type, ...], value: Any, what: str) -> Any:
@@ -210,7 +194,7 @@ def _complex(real: Any, imag: Any) -> complex:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return {_key(item) for item in _need((list, tuple), items, "a set")}
+    return {check_key(item) for item in _need((list, tuple), items, "a set")}
 
 
 def _frozenset(items: Any = ()) -> frozenset[Any]:
@@ -219,7 +203,7 @@ def _frozenset(items: Any = ()) -> frozenset[Any]:
 
 def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
     pairs = _need((list, tuple), items, "an OrderedDict")
-    return OrderedDict((_key(key), value) for key, value in pairs)
+    return OrderedDict((check_key(key), value) for key, value in pairs)
 
 
 def _size(dims: Any = ()) -> TorchSize:
@@ -230,27 +214,6 @@ def _device(kind: Any, index: Any = None) -> TorchDevice:
     if index is not None:
         _need(int, index, "a device index")
     return TorchDevice(_need(str, kind, "a device"), index)
-
-
-def _key(value: Any) -> Any:
-    """The value, if hashing it is safe: Python's hash of a tuple walks it without a bound."""
-    todo, num_nodes = [value], 0
-    while todo:
-        node = todo.pop()
-        num_nodes += 1
-        if num_nodes > _MAX_KEY_NODES:
-            raise NotPlain.named("a key of more than a thousand parts")
-        if type(node) is tuple:
-            todo.extend(node)
-        else:
-            hash(node)
-    return value
-
-
-def _kind(value: Any) -> str:
-    if type(value) is TorchDtype:
-        return repr(value)
-    return str(getattr(value, "name", type(value).__name__))
 
 
 def _builtins(module: str) -> dict[tuple[str, str], Any]:
@@ -320,211 +283,31 @@ def _refuse(name: str) -> Callable[..., Any]:
     return build
 
 
-class _Machine:
-    """The pickle machine: a stack, a memo, and one method for each opcode."""
+class _ValueMachine(Machine):
+    def find(self, module: str, name: str) -> Any:
+        return _global(module, name)
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.position = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self) -> PlainValue:
-        while True:
-            code = self.data[self.position]
-            self.position += 1
-            if code == 0x2E:  # STOP
-                break
-            handler = _OPCODES.get(code)
-            if handler is None:
-                raise UnsupportedError(
-                    f"the pickle of a value has opcode {code:#x} at byte {self.position - 1}, "
-                    "which torch.save does not write"
-                )
-            handler(self)
-        (value,) = self.stack
-        if value is _MARK or type(value) in (_Callable, _Storage, _StorageClass):
-            raise NotPlain.named(getattr(value, "name", "torch.storage"))
-        return value
-
-    def take(self, num_bytes: int) -> bytes:
-        end = self.position + num_bytes
-        if end > len(self.data):
-            raise DamagedError(f"the pickle of a value ends at byte {len(self.data)}, cut short")
-        taken = self.data[self.position : end]
-        self.position = end
-        return taken
-
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "little")
-
-    def text(self, num_bytes: int) -> str:
-        return self.take(num_bytes).decode("utf-8", "surrogatepass")
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.position)
-        taken = self.data[self.position : end].decode("utf-8")
-        self.position = end + 1
-        return taken
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise DamagedError(f"the pickle of a value is damaged at byte {self.position - 1}")
-        return value
-
-    def pop_to_mark(self) -> list[Any]:
-        index = len(self.stack) - 1
-        while self.stack[index] is not _MARK:
-            index -= 1
-            if index < 0:
-                raise DamagedError(
-                    f"the pickle of a value lacks a mark at byte {self.position - 1}"
-                )
-        items = self.stack[index + 1 :]
-        del self.stack[index:]
-        return items
-
-    def top(self, *kinds: type) -> Any:
-        return _need(kinds, self.stack[-1], "a container")
-
-    def tuple_of(self, count: int) -> None:
-        items = [self.pop() for _ in range(count)]
-        self.push(tuple(reversed(items)))
-
-    def put(self, index: int) -> None:
-        value = self.stack[-1]
-        if value is _MARK:
-            raise DamagedError(f"the pickle of a value is damaged at byte {self.position - 1}")
-        self.memo[index] = value
-
-    def get(self, index: int) -> None:
-        self.push(self.memo[index])
-
-    def append(self) -> None:
-        value = self.pop()
-        self.top(list).append(value)
-
-    def appends(self) -> None:
-        items = self.pop_to_mark()
-        self.top(list).extend(items)
-
-    def set_item(self) -> None:
-        value, key = self.pop(), self.pop()
-        self.top(dict, OrderedDict)[_key(key)] = value
-
-    def set_items(self) -> None:
-        items = self.pop_to_mark()
-        if len(items) % 2:
-            raise DamagedError("the pickle of a value has a key without a value")
-        target = self.top(dict, OrderedDict)
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[_key(key)] = value
-
-    def add_items(self) -> None:
-        items = self.pop_to_mark()
-        self.top(set).update(_key(item) for item in items)
-
-    def find_global(self) -> None:
-        self.push(_global(self.line(), self.line()))
-
-    def find_stacked_global(self) -> None:
-        name, module = self.pop(), self.pop()
-        self.push(_global(_need(str, module, "a module"), _need(str, name, "a name")))
-
-    def reduce(self) -> None:
-        arguments, target = self.pop(), self.pop()
-        _need(tuple, arguments, "arguments")
+    def call(self, target: Any, arguments: tuple[Any, ...]) -> Any:
         if type(target) is not _Callable:
-            raise NotPlain.named(f"a call of {_kind(target)}")
-        self.push(target.build(*arguments))
+            raise NotPlain.named(f"a call of {kind_of(target)}")
+        return target.build(*arguments)
 
-    def new_object(self) -> None:
-        arguments, target = self.pop(), self.pop()
-        if type(target) is not _Callable:
-            raise NotPlain.named(f"an instance of {_kind(target)}")
-        if target.build is _ordered_dict and not arguments:
-            self.push(OrderedDict())
-        else:
-            raise NotPlain.named(f"an instance of {target.name}")
+    def instance(self, target: Any, arguments: tuple[Any, ...]) -> Any:
+        if target is _GLOBALS["collections", "OrderedDict"] and not arguments:
+            return OrderedDict()
+        raise NotPlain.named(f"an instance of {kind_of(target)}")
 
-    def build(self) -> None:
-        """Set attributes: only those that ``Module.state_dict()`` leaves on its OrderedDict."""
-        state = self.pop()
-        target = self.stack[-1]
-        known = type(target) is OrderedDict and type(state) is dict and set(state) <= {"_metadata"}
-        if not known:
-            raise NotPlain.named(f"{type(target).__name__} with attributes")
+    def set_state(self, target: Any, state: Any) -> None:
+        """Only what ``Module.state_dict()`` leaves on its OrderedDict."""
+        if type(target) is not OrderedDict or type(state) is not dict or list(state) != _METADATA:
+            raise NotPlain.named(f"{kind_of(target)} with attributes")
         vars(target).update(state)
 
-    def persistent(self) -> None:
-        self.push(_storage(self.pop()))
+    def persistent(self, pid: Any) -> Any:
+        return _storage(pid)
 
 
-def _signed(machine: _Machine, size_bytes: int) -> None:
-    size = machine.number(size_bytes)
-    machine.push(int.from_bytes(machine.take(size), "little", signed=True))
-
-
-def _check_protocol(machine: _Machine) -> None:
-    protocol = machine.number(1)
-    if protocol > 5:
-        raise UnsupportedError(f"a value is pickled with protocol {protocol}; we know up to 5")
-
-
-# https://docs.python.org/3/library/pickletools.html names and explains each
-_OPCODES: dict[int, Callable[[_Machine], object]] = {
-    0x80: _check_protocol,
-    0x95: lambda m: m.number(8),  # FRAME
-    ord("("): lambda m: m.push(_MARK),
-    ord("0"): lambda m: m.pop(),  # POP
-    ord("1"): lambda m: m.pop_to_mark(),  # POP_MARK
-    ord("2"): lambda m: m.push(m.stack[-1]),  # DUP
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("K"): lambda m: m.push(m.number(1)),
-    ord("M"): lambda m: m.push(m.number(2)),
-    ord("J"): lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
-    0x8A: lambda m: _signed(m, 1),
-    0x8B: lambda m: _signed(m, 4),
-    ord("G"): lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    ord("X"): lambda m: m.push(m.text(m.number(4))),
-    0x8C: lambda m: m.push(m.text(m.number(1))),
-    0x8D: lambda m: m.push(m.text(m.number(8))),
-    ord("B"): lambda m: m.push(m.take(m.number(4))),
-    ord("C"): lambda m: m.push(m.take(m.number(1))),
-    0x8E: lambda m: m.push(m.take(m.number(8))),
-    0x96: lambda m: m.push(bytearray(m.take(m.number(8)))),
-    ord(")"): lambda m: m.push(()),
-    ord("t"): lambda m: m.push(tuple(m.pop_to_mark())),
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
-    ord("]"): lambda m: m.push([]),
-    ord("a"): _Machine.append,
-    ord("e"): _Machine.appends,
-    ord("}"): lambda m: m.push({}),
-    ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_items,
-    0x8F: lambda m: m.push(set()),
-    0x90: _Machine.add_items,
-    0x91: lambda m: m.push(_frozenset(m.pop_to_mark())),
-    ord("q"): lambda m: m.put(m.number(1)),
-    ord("r"): lambda m: m.put(m.number(4)),
-    0x94: lambda m: m.put(len(m.memo)),
-    ord("h"): lambda m: m.get(m.number(1)),
-    ord("j"): lambda m: m.get(m.number(4)),
-    ord("c"): _Machine.find_global,
-    0x93: _Machine.find_stacked_global,
-    ord("R"): _Machine.reduce,
-    0x81: _Machine.new_object,
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.persistent,
-}
+_METADATA = ["_metadata"]
 
 _LEAVES = (
     type(None),
