@@ -1,0 +1,264 @@
+"""Makes payloads normal: decompressed, C-contiguous, exactly the chunk, with plain signs.
+
+Most items need none of this: their payload is already the chunk's bytes. The few others are
+read once, in order, proved on the way, and kept for as long as neighbouring steps want them:
+small ones in memory, large ones in a temporary file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptool.dtypes import DType
+from ckptool.errors import DamagedError, UnsupportedError
+from ckptool.formats.crc import crc32
+from ckptool.formats.dcp_item import NeedMore, TensorItem, parse_tensor_item
+from ckptool.model import Extent, Item
+from ckptool.planning.plan import Normal, Payload
+from ckptool.storage.base import Store
+
+__all__ = ["ZSTD", "Normaliser", "item_blocks"]
+
+ZSTD = "stream.zstd/1"
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+BLOCK_BYTES = 4 << 20
+FRAMING_BYTES = 1 << 20  # more than the framing of any item
+NUM_KEPT = 4
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A normal payload in a file or in memory; ``verified`` is False without a stored CRC."""
+
+    file: IO[bytes]
+    lock: threading.Lock
+    verified: bool
+
+
+class Normaliser:
+    """Gives ranges of normal payloads; safe to call from several threads."""
+
+    def __init__(self, source: Store, *, max_memory_bytes: int) -> None:
+        self._source = source
+        self._max_memory_bytes = max_memory_bytes // NUM_KEPT
+        self._kept: OrderedDict[Item, _Kept] = OrderedDict()
+        self._locks: dict[Item, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, normal: Normal, view: memoryview) -> tuple[bool, int]:
+        """Fill ``view``; returns whether the payload was verified, and the bytes fetched."""
+        payload = normal.payload
+        with self._lock:
+            lock = self._locks.setdefault(payload.item, threading.Lock())
+        with lock:
+            kept = self._kept.get(payload.item)
+            num_bytes_read = 0
+            if kept is None:
+                kept = self._make(payload)
+                num_bytes_read = payload.item.length
+                self._keep(payload.item, kept)
+            with kept.lock:
+                kept.file.seek(normal.start)
+                view[:] = kept.file.read(len(view))
+        return kept.verified, num_bytes_read
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        with self._lock:
+            for kept in self._kept.values():
+                kept.file.close()
+            self._kept.clear()
+
+    def _keep(self, item: Item, kept: _Kept) -> None:
+        with self._lock:
+            self._kept[item] = kept
+            while len(self._kept) > NUM_KEPT:
+                _, old = self._kept.popitem(last=False)
+                with old.lock:
+                    old.file.close()
+
+    def _spool(self) -> IO[bytes]:
+        return tempfile.SpooledTemporaryFile(max_size=self._max_memory_bytes)
+
+    def prove(self, payload: Payload) -> bool:
+        """Read an item in order; returns whether its payload had a CRC to be proved by."""
+        with self._spool() as spool:
+            return self._prove_into(spool, payload)[1]
+
+    def _make(self, payload: Payload) -> _Kept:
+        with self._spool() as spool:
+            item, verified = self._prove_into(spool, payload)
+            out = self._spool()
+            _write_normal(spool, item, payload, out)
+        return _Kept(out, threading.Lock(), verified)
+
+    def _prove_into(self, spool: IO[bytes], payload: Payload) -> tuple[TensorItem, bool]:
+        length = 0
+        for block in item_blocks(self._source, payload.item, max_bytes=_bound(payload)):
+            spool.write(block)
+            length += len(block)
+        item = _parse(spool, length, payload)
+        return item, _prove(spool, item, payload)
+
+
+def item_blocks(source: Store, item: Item, *, max_bytes: int | None) -> Iterator[bytes]:
+    """The bytes of an item in order, decompressed where it is compressed.
+
+    ``max_bytes`` bounds what a compressed item may grow to; more raises DamagedError.
+    """
+    unknown = [name for name in item.transforms if name != ZSTD]
+    if unknown:
+        raise UnsupportedError(
+            f"{item.file}: bytes {item.offset}..{item.end} are wrapped in {unknown[0]!r}, which "
+            "is not known",
+            hint="a newer ckptool may know it: pip install -U ckptool",
+            file=item.file,
+            offset=item.offset,
+        )
+    raw = _raw_blocks(source, item)
+    return _decompressed(raw, item, max_bytes) if item.transforms else raw
+
+
+def _raw_blocks(source: Store, item: Item) -> Iterator[bytes]:
+    for start in range(item.offset, item.end, BLOCK_BYTES):
+        yield source.read(item.file, start=start, end=min(start + BLOCK_BYTES, item.end))
+
+
+def _decompressed(raw: Iterator[bytes], item: Item, max_bytes: int | None) -> Iterator[bytes]:
+    import zstandard
+
+    decoder = zstandard.ZstdDecompressor().decompressobj()
+    total = 0
+    try:
+        for block in raw:
+            # a block may grow a thousandfold: feed it in slices
+            for at in range(0, len(block), 64 << 10):
+                data = decoder.decompress(block[at : at + (64 << 10)])
+                total += len(data)
+                if max_bytes is not None and total > max_bytes:
+                    raise _damaged(item, f"decompresses to more than {max_bytes} bytes")
+                yield data
+    except zstandard.ZstdError as error:
+        raise _damaged(item, f"cannot be decompressed: {error}") from error
+    if not decoder.eof:
+        raise _damaged(item, "ends before its zstd stream does")
+
+
+def _damaged(item: Item, what: str) -> DamagedError:
+    return DamagedError(
+        f"{item.file}: the item at bytes {item.offset}..{item.end} {what}",
+        hint="ckptool validate --read-data lists every damaged entry",
+        file=item.file,
+        offset=item.offset,
+    )
+
+
+def _bound(payload: Payload) -> int | None:
+    """What a compressed item may hold; its writer stores no more than the chunk."""
+    return payload.num_bytes + FRAMING_BYTES
+
+
+def _parse(spool: IO[bytes], length: int, payload: Payload) -> TensorItem:
+    head_num_bytes, tail_num_bytes = 4096, 4096
+    while True:
+        spool.seek(0)
+        head = spool.read(min(head_num_bytes, length))
+        spool.seek(max(0, length - tail_num_bytes))
+        tail = spool.read(min(tail_num_bytes, length))
+        try:
+            item = parse_tensor_item(length=length, head=head, tail=tail)
+        except NeedMore as more:
+            head_num_bytes, tail_num_bytes = more.head_num_bytes, more.tail_num_bytes
+            continue
+        if (item.dtype, item.shape) != (payload.dtype, payload.box.sizes):
+            raise _damaged(
+                payload.item,
+                f"of {payload.entry} holds {item.dtype} {list(item.shape)}, but the index says "
+                f"{payload.dtype} {list(payload.box.sizes)}",
+            )
+        return item
+
+
+def _prove(spool: IO[bytes], item: TensorItem, payload: Payload) -> bool:
+    if item.crc32 is None:
+        return False
+    spool.seek(item.payload_offset)
+    crc, left = 0, item.payload_num_bytes
+    while left:
+        block = spool.read(min(left, BLOCK_BYTES))
+        crc, left = crc32(block, crc), left - len(block)
+    if crc != item.crc32:
+        raise _damaged(
+            payload.item, f"of {payload.entry} has CRC-32 {crc:08x}, its record {item.crc32:08x}"
+        )
+    return True
+
+
+def _write_normal(spool: IO[bytes], item: TensorItem, payload: Payload, out: IO[bytes]) -> None:
+    """The chunk's elements in row-major order, conj and neg flags resolved."""
+    spool.seek(item.payload_offset)
+    if item.is_plain:
+        left = item.payload_num_bytes
+        while left:
+            block = spool.read(min(left, BLOCK_BYTES))
+            out.write(block)
+            left -= len(block)
+        return
+    itemsize = item.dtype.itemsize
+    elements = np.lib.stride_tricks.as_strided(
+        _storage(spool, item)[item.storage_offset * itemsize :],
+        shape=(*item.shape, itemsize),
+        strides=(*(stride * itemsize for stride in item.strides), 1),
+        writeable=False,
+    )
+    for rows in _row_blocks(elements):
+        data = np.ascontiguousarray(rows).reshape(-1)
+        out.write(_resolved(data, item.dtype, conj=item.conj, neg=item.neg).tobytes())
+
+
+def _storage(spool: IO[bytes], item: TensorItem) -> Bytes:
+    """The stored bytes: mapped where they are in a file, so that none is held for long."""
+    rolled = getattr(spool, "_rolled", False)
+    if rolled and item.payload_num_bytes:
+        spool.flush()
+        return np.memmap(
+            getattr(spool, "_file"),  # noqa: B009 - numpy wants the real file
+            dtype=np.uint8,
+            mode="r",
+            offset=item.payload_offset,
+            shape=(item.payload_num_bytes,),
+        )
+    return np.frombuffer(spool.read(item.payload_num_bytes), dtype=np.uint8)
+
+
+def _row_blocks(elements: Bytes) -> Iterator[Bytes]:
+    """A few megabytes of rows at a time; the whole of a 0-dim tensor."""
+    if elements.ndim == 1:
+        yield elements
+        return
+    num_rows = max(1, BLOCK_BYTES * len(elements) // max(1, elements.size))
+    for start in range(0, len(elements), num_rows):
+        yield elements[start : start + num_rows]
+
+
+def _resolved(data: Bytes, dtype: DType, *, conj: bool, neg: bool) -> Bytes:
+    """Flip the sign bits that the conj and neg flags stand for (little-endian parts)."""
+    if not (conj or neg):
+        return data
+    data = data.copy()
+    part = dtype.itemsize // (2 if dtype.kind == "complex" else 1)
+    signs = data[part - 1 :: part]
+    if neg:
+        signs ^= 0x80
+    if conj and dtype.kind == "complex":
+        signs[1::2] ^= 0x80
+    return data

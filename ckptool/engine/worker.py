@@ -1,0 +1,216 @@
+"""Does one step: read, verify, place, write. What any worker of any executor runs.
+
+A step's result is small and JSON-able: the part's receipt, the CRC-32s of the source ranges
+that it read, and those of output ranges that later tails need.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptool.engine.cast import CastCount
+from ckptool.engine.ledger import join_crcs
+from ckptool.engine.normal import Normaliser
+from ckptool.engine.place import Landing, land, landings
+from ckptool.formats.crc import crc32, crc32_combine
+from ckptool.model import Extent
+from ckptool.planning.parts import Step
+from ckptool.planning.plan import Copy, Literal, Normal, Payload, Place, Tail
+from ckptool.planning.reads import coalesce
+from ckptool.storage.base import PartReceipt, Store
+
+__all__ = ["Sink", "StepResult", "Worker"]
+
+MAX_GAP_BYTES = 32 << 10
+MAX_READ_BYTES = 16 << 20
+
+
+class Sink(Protocol):
+    """Takes the bytes of a part."""
+
+    def write_part(self, step: Step, data: memoryview, crc32: int) -> PartReceipt: ...
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What is known after a step.
+
+    ``proofs``: (check id, start, end, CRC-32) of source ranges, in offsets of their object.
+    ``sums``: (payload start, start, end, CRC-32) of output ranges. ``settled``: (check id,
+    whether its CRC was there to check) of payloads that were proved whole.
+    """
+
+    output: int
+    number: int
+    crc32: int
+    receipt: PartReceipt | None = None
+    proofs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    sums: list[tuple[int, int, int, int]] = field(default_factory=list)
+    settled: list[tuple[int, bool]] = field(default_factory=list)
+    casts: list[CastCount] = field(default_factory=list)
+    num_bytes_read: int = 0
+
+
+class Worker:
+    """Does steps against one source; safe to call from several threads."""
+
+    def __init__(self, source: Store, normaliser: Normaliser) -> None:
+        self._source = source
+        self._normaliser = normaliser
+        self._local = threading.local()
+
+    def do(self, step: Step, sink: Sink, *, known: Mapping[int, int]) -> StepResult:
+        """Make the bytes of a step, prove them as far as a part can, and write them.
+
+        ``known`` holds, per output payload that begins before the step and that a tail in the
+        step needs, the CRC-32 of its bytes up to the step's start.
+        """
+        buffer = self._buffer(step.num_bytes)
+        result = StepResult(step.output, step.number, 0)
+        _Filling(self._source, self._normaliser, step, buffer, result).fill(known)
+        result.receipt = sink.write_part(step, buffer, result.crc32)
+        return result
+
+    def prove(self, check_id: int, extent: Extent) -> StepResult:
+        """Read a range that no output needs, for its CRC alone."""
+        buffer = self._buffer(extent.num_bytes)
+        self._source.read_into(extent, buffer)
+        result = StepResult(-1, -1, 0, num_bytes_read=extent.num_bytes)
+        result.proofs.append((check_id, extent.start, extent.end, crc32(buffer)))
+        return result
+
+    def prove_stream(self, payload: Payload) -> StepResult:
+        """Read a wrapped item in order, for its CRC alone."""
+        verified = self._normaliser.prove(payload)
+        result = StepResult(-1, -1, 0, num_bytes_read=payload.item.length)
+        result.settled.append((payload.check, verified))
+        return result
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        """A buffer that the thread keeps: fresh pages for every part cost more than the copy."""
+        kept: bytearray | None = getattr(self._local, "buffer", None)
+        if kept is None or len(kept) < num_bytes:
+            self._local.buffer = kept = bytearray(num_bytes)
+        return memoryview(kept)[:num_bytes]
+
+
+class _Filling:
+    """The bytes of one step on their way into its buffer."""
+
+    def __init__(
+        self,
+        source: Store,
+        normaliser: Normaliser,
+        step: Step,
+        buffer: memoryview,
+        result: StepResult,
+    ) -> None:
+        self._source, self._normaliser = source, normaliser
+        self._step, self._buffer, self._result = step, buffer, result
+        self._starts = [0]
+        for segment in step.segments:
+            self._starts.append(self._starts[-1] + segment.num_bytes)
+
+    def fill(self, known: Mapping[int, int]) -> None:
+        places = self._fetch()
+        for i, segment in enumerate(self._step.segments):
+            view = self._view(i)
+            if isinstance(segment, Literal):
+                view[:] = segment.data
+            elif isinstance(segment, Normal):
+                self._take_normal(segment.payload.check, segment, view)
+            elif isinstance(segment, Place):
+                lost = land(segment, places[i], view)
+                if lost is not None:
+                    self._result.casts.append(lost)
+            elif isinstance(segment, Tail):
+                view[:] = self._tail(segment, known)
+            self._sum(i, view)
+
+    def _view(self, i: int) -> memoryview:
+        return self._buffer[self._starts[i] : self._starts[i + 1]]
+
+    def _fetch(self) -> dict[int, list[tuple[Landing, memoryview]]]:
+        """Read all that the step needs: copies into the buffer, landings beside it."""
+        extents: list[Extent] = []
+        views: list[memoryview] = []
+        places: dict[int, list[tuple[Landing, memoryview]]] = {}
+        proofs: list[tuple[int, Extent, memoryview]] = []
+        for i, segment in enumerate(self._step.segments):
+            if isinstance(segment, Copy):
+                extents.append(segment.extent)
+                views.append(self._view(i))
+            elif isinstance(segment, Place):
+                arrivals = places[i] = []
+                for landing in landings(segment):
+                    data = memoryview(bytearray(landing.num_bytes))
+                    arrivals.append((landing, data))
+                    if landing.payload.start is None:
+                        normal = Normal(landing.payload, landing.start, landing.end)
+                        self._take_normal(landing.payload.check, normal, data)
+                        continue
+                    extent = landing.payload.extent(landing.start, landing.end)
+                    extents.append(extent)
+                    views.append(data)
+                    proofs.append((landing.payload.check, extent, data))
+        self._read(extents, views)
+        for check, extent, data in proofs:
+            self._result.proofs.append((check, extent.start, extent.end, crc32(data)))
+        return places
+
+    def _read(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        groups = coalesce(extents, max_gap=MAX_GAP_BYTES, max_bytes=MAX_READ_BYTES)
+        self._result.num_bytes_read += sum(joined.num_bytes for joined, _ in groups)
+        if len(groups) == 1 and len(groups[0][1]) == 1:
+            self._source.read_into(extents[0], views[0])
+            return
+        for (joined, members), data in zip(
+            groups, self._source.read_many([joined for joined, _ in groups]), strict=True
+        ):
+            whole = memoryview(data)
+            for i in members:
+                start = extents[i].start - joined.start
+                views[i][:] = whole[start : start + extents[i].num_bytes]
+
+    def _take_normal(self, check: int, normal: Normal, view: memoryview) -> None:
+        verified, num_bytes_read = self._normaliser.read_into(normal, view)
+        self._result.num_bytes_read += num_bytes_read
+        self._result.settled.append((check, verified))
+
+    def _tail(self, tail: Tail, known: Mapping[int, int]) -> bytes:
+        crcs = []
+        for start, end in tail.payloads:
+            mine = [(a, b, crc) for p, a, b, crc in self._result.sums if p == start]
+            before = self._step.start
+            if start < before:
+                mine.append((start, min(end, before), known[start]))
+            crc = join_crcs(mine, start, end)
+            assert crc is not None, "a tail before its payload"
+            crcs.append(crc)
+        return tail.encode(tuple(crcs))
+
+    def _sum(self, i: int, view: memoryview) -> None:
+        """Note the CRC-32s of a segment: of payload ranges, for tails, and of the part."""
+        segment = self._step.segments[i]
+        begin = self._step.start + self._starts[i]
+        crc = self._sum_copy(segment, view) if isinstance(segment, Copy) else crc32(view)
+        result = self._result
+        result.crc32 = crc32_combine(result.crc32, crc, len(view)) if self._starts[i] else crc
+        payload = self._step.sums[i]
+        if payload is not None:
+            result.sums.append((payload, begin, begin + len(view), crc))
+
+    def _sum_copy(self, copy: Copy, view: memoryview) -> int:
+        crc, position = 0, copy.extent.start
+        base = copy.extent.start
+        for start, end, check in copy.proofs:
+            if start > position:
+                crc = crc32(view[position - base : start - base], crc)
+            piece = crc32(view[start - base : end - base])
+            self._result.proofs.append((check, start, end, piece))
+            crc = crc32_combine(crc, piece, end - start)
+            position = end
+        return crc32(view[position - base :], crc)

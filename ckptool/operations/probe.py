@@ -1,0 +1,153 @@
+"""Reads the heads and tails of items: the second stage of a plan, between index and bytes.
+
+One coalesced pass: the tail of an item and the head of its neighbour are one range. What the
+headers say is compared with the index before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptool.engine.normal import item_blocks
+from ckptool.errors import DamagedError
+from ckptool.formats.dcp_item import (
+    NeedMore,
+    TensorItem,
+    parse_tensor_item,
+    parse_value_item,
+    probe_ranges,
+)
+from ckptool.model import Box, Extent, Item, TensorEntry, ValueEntry
+from ckptool.planning.reads import coalesce
+from ckptool.planning.sources import Source, needs_probe, source_of
+from ckptool.progress import NO_PROGRESS, Progress
+from ckptool.storage.base import Store
+
+__all__ = ["Wanted", "probe", "read_value"]
+
+BATCH_ITEMS = 512
+MAX_GAP_BYTES = 16 << 10
+MAX_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A chunk whose payload a plan needs."""
+
+    entry: TensorEntry
+    box: Box
+    item: Item
+
+
+def probe(
+    store: Store, wanted: Sequence[Wanted], *, jobs: int, progress: Progress = NO_PROGRESS
+) -> list[Source]:
+    """The sources of chunks, in their order; a source's check has its position as id.
+
+    Raises DamagedError when an item's headers are broken or disagree with the index.
+    """
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].item.file, wanted[i].item.offset))
+    batches = [order[at : at + BATCH_ITEMS] for at in range(0, len(order), BATCH_ITEMS)]
+    sources: list[Source | None] = [None] * len(wanted)
+    progress.start("probe", num_bytes=None)
+    with ThreadPoolExecutor(max(1, min(jobs, 8)), thread_name_prefix="probe") as pool:
+        for batch, found in zip(
+            batches,
+            pool.map(lambda batch: _probe_batch(store, wanted, batch), batches),
+            strict=True,
+        ):
+            for i, source in zip(batch, found, strict=True):
+                sources[i] = source
+    progress.finish()
+    return [source for source in sources if source is not None]
+
+
+def read_value(store: Store, entry: ValueEntry) -> bytes:
+    """The stored bytes of a value's item, proved against the CRCs of its own records.
+
+    The bytes are as they are stored, wrapped or not.
+    """
+    item = entry.item
+    if item is None:
+        raise DamagedError(
+            f"{entry.key}: the index lists this value, but nothing is stored for it",
+            hint="ckptool validate lists all findings",
+            entry=entry.key,
+        )
+    raw = store.read(item.file, start=item.offset, end=item.end)
+    data = b"".join(item_blocks(store, item, max_bytes=None)) if item.transforms else raw
+    with _located(entry.key, None, item):
+        parse_value_item(data)
+    return raw
+
+
+def _probe_batch(store: Store, wanted: Sequence[Wanted], batch: Sequence[int]) -> list[Source]:
+    probed = [i for i in batch if needs_probe(wanted[i].item)]
+    headers = dict(zip(probed, _headers(store, [wanted[i] for i in probed]), strict=True))
+    return [
+        source_of(wanted[i].entry, wanted[i].box, wanted[i].item, headers.get(i), check_id=i)
+        for i in batch
+    ]
+
+
+def _headers(store: Store, wanted: Sequence[Wanted]) -> Iterator[TensorItem]:
+    extents: list[Extent] = []
+    for want in wanted:
+        extents += _ends(want.item, *_first_guess(want))
+    parts = _read(store, extents)
+    for i, want in enumerate(wanted):
+        yield _parse(store, want, parts[2 * i], parts[2 * i + 1])
+
+
+def _first_guess(want: Wanted) -> tuple[int, int]:
+    num_bytes = want.box.num_elements * want.entry.dtype.itemsize
+    return probe_ranges(want.item.length, num_bytes)
+
+
+def _ends(item: Item, head_num_bytes: int, tail_num_bytes: int) -> tuple[Extent, Extent]:
+    head_end = min(item.end, item.offset + head_num_bytes)
+    tail_start = max(item.offset, item.end - tail_num_bytes)
+    return Extent(item.file, item.offset, head_end), Extent(item.file, tail_start, item.end)
+
+
+def _read(store: Store, extents: Sequence[Extent]) -> list[bytes]:
+    groups = coalesce(extents, max_gap=MAX_GAP_BYTES, max_bytes=MAX_READ_BYTES)
+    parts: list[bytes] = [b""] * len(extents)
+    data = store.read_many([joined for joined, _ in groups])
+    for (joined, members), whole in zip(groups, data, strict=True):
+        for i in members:
+            start = extents[i].start - joined.start
+            parts[i] = whole[start : start + extents[i].num_bytes]
+    return parts
+
+
+def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> TensorItem:
+    item = want.item
+    while True:
+        try:
+            with _located(want.entry.key, want.box, item):
+                return parse_tensor_item(length=item.length, head=head, tail=tail)
+        except NeedMore as more:
+            sizes = (more.head_num_bytes, more.tail_num_bytes)
+        head, tail = _read(store, _ends(item, *sizes))
+
+
+class _located:  # noqa: N801 - reads as a word of the with statement
+    """Adds to an error of a format where in the checkpoint the bytes stand."""
+
+    def __init__(self, entry: str, box: Box | None, item: Item) -> None:
+        self._where = f"{entry}{f' {box}' if box is not None else ''}"
+        self._entry, self._item = entry, item
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DamagedError) and "entry" not in error.facts:
+            item = self._item
+            raise type(error)(
+                f"{self._where}: the item at {item.file}:{item.offset}: {error.message}",
+                hint=error.hint or "ckptool validate --read-data lists every damaged entry",
+                **{**error.facts, "entry": self._entry, "file": item.file, "offset": item.offset},
+            ) from error

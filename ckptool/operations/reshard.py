@@ -1,0 +1,192 @@
+"""reshard: lay a checkpoint out for another number of ranks, every byte proved on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.engine.run import Budget, RunReport, run_plan
+from ckptool.engine.sinks import Writing
+from ckptool.errors import RefusedError, UsageError
+from ckptool.formats.dcp_metadata import write_metadata
+from ckptool.manifest import ObjectFacts
+from ckptool.model import Index, TensorEntry, ValueEntry
+from ckptool.operations.commit import commit_checkpoint, refuse_unless_empty
+from ckptool.operations.open import Checkpoint, open_checkpoint
+from ckptool.operations.probe import Wanted, probe, read_value
+from ckptool.operations.sound import require_sound
+from ckptool.planning.reshard import ReshardLayout, plan_layout
+from ckptool.planning.reshard_bytes import ReshardBytes, plan_bytes
+from ckptool.planning.sources import Source
+from ckptool.progress import NO_PROGRESS, Progress
+from ckptool.storage import open_store
+from ckptool.storage.base import Store
+
+__all__ = ["ReshardResult", "reshard"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardResult:
+    """What a reshard did, or with ``dry_run`` would do.
+
+    ``report`` and ``metadata_num_bytes`` are None for a dry run; ``planned`` is None unless
+    items were probed.
+    """
+
+    source_url: str
+    dest_url: str
+    layout: ReshardLayout
+    merge: bool
+    dry_run: bool
+    planned: ReshardBytes | None
+    report: RunReport | None
+    metadata_num_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        plan = None if self.planned is None else self.planned.plan
+        report = self.report
+        return {
+            "source": self.source_url,
+            "destination": self.dest_url,
+            "merge": self.merge,
+            "dry_run": self.dry_run,
+            "plan": self.layout.to_json(),
+            "files": None
+            if plan is None
+            else [{"name": o.key, "num_bytes": o.num_bytes} for o in plan.outputs],
+            "num_bytes_written": None if report is None else report.num_bytes_written,
+            "num_bytes_read": None if report is None else report.num_bytes_read,
+            "payloads_verified": None if report is None else report.payloads_proved,
+            "payloads_unverifiable": None
+            if report is None
+            else sorted({check.entry for check in report.unverifiable}),
+        }
+
+
+def reshard(
+    source_url: str,
+    dest_url: str,
+    *,
+    to: int,
+    merge: bool = False,
+    compress: str | None = None,
+    dry_run: bool = False,
+    probe_items: bool = False,
+    jobs: int | None = None,
+    max_memory: int = 1 << 30,
+    source_options: Mapping[str, Any] | None = None,
+    dest_options: Mapping[str, Any] | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> ReshardResult:
+    """Write the checkpoint at ``source_url`` for ``to`` ranks to ``dest_url``.
+
+    Raises NoCheckpointError, DamagedError, NotEmptyError, RefusedError, StorageError; until
+    its last moment nothing committed stands at the destination.
+    """
+    if to < 1:
+        raise UsageError(f"--to {to}: a checkpoint needs at least one rank")
+    if compress not in (None, "zstd"):
+        raise UsageError(f"--compress {compress}: only zstd is known")
+    checkpoint = open_checkpoint(source_url, options=source_options)
+    dest = open_store(dest_url, options=dest_options)
+    refuse_unless_empty(dest)
+    if to > 1 and not dest.capabilities.shared:
+        raise RefusedError(
+            f"{dest_url} is not seen by other processes, so no second rank could load it",
+            hint="reshard to a file:// or s3:// URL, or --to 1",
+        )
+    require_sound(checkpoint.index, url=checkpoint.url)
+    layout = plan_layout(checkpoint.index, num_ranks=to, merge=merge)
+    budget = Budget.of(max_memory=max_memory, jobs=jobs, stores=(checkpoint.store, dest))
+    planned = None
+    if probe_items or not dry_run:
+        planned = _plan(checkpoint, layout, budget.num_jobs, progress)
+    if dry_run or planned is None:
+        return ReshardResult(checkpoint.url, dest_url, layout, merge, True, planned, None, None)
+    metadata_num_bytes, report = _write(
+        checkpoint, dest, layout, planned, compress, budget, progress
+    )
+    return ReshardResult(
+        checkpoint.url, dest_url, layout, merge, False, planned, report, metadata_num_bytes
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint, layout: ReshardLayout, num_jobs: int, progress: Progress
+) -> ReshardBytes:
+    """Probe every item that is used and lay out the bytes."""
+    index, store = checkpoint.index, checkpoint.store
+    wanted: dict[tuple[str, int], Wanted] = {}
+    for new in layout.chunks:
+        entry = index.entries[new.entry]
+        assert isinstance(entry, TensorEntry)
+        for i in new.sources:
+            if (new.entry, i) not in wanted:
+                chunk = entry.chunks[i]
+                assert chunk.item is not None, "the structure was checked"
+                wanted[new.entry, i] = Wanted(entry, chunk.box, chunk.item)
+    found = probe(store, list(wanted.values()), jobs=num_jobs, progress=progress)
+    sources: dict[tuple[str, int], Source] = dict(zip(wanted, found, strict=True))
+    values = {}
+    for key in layout.values:
+        value = index.entries[key]
+        assert isinstance(value, ValueEntry)
+        values[key] = read_value(store, value)
+    return plan_bytes(index, layout, sources=sources, values=values)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    dest: Store,
+    layout: ReshardLayout,
+    planned: ReshardBytes,
+    compress: str | None,
+    budget: Budget,
+    progress: Progress,
+) -> tuple[int, RunReport]:
+    plan = planned.plan
+    progress.start("reshard", num_bytes=plan.num_bytes)
+    with Writing(dest, plan.outputs) as writing:
+        report = run_plan(
+            plan,
+            source=checkpoint.store,
+            writing=writing,
+            dest=dest,
+            streams=planned.streams,
+            budget=budget,
+            progress=progress,
+        )
+        writing.commit()
+    metadata = write_metadata(planned.index)
+    commit_checkpoint(
+        dest,
+        metadata=metadata,
+        objects={key: ObjectFacts(n, crc) for key, (n, crc) in report.objects.items()},
+        step=checkpoint.step,
+        layout={"world_size": layout.num_ranks, "written_by": "ckptool reshard"},
+        verified="checksum" if dest.capabilities.checksums else "size",
+    )
+    progress.finish()
+    _check(dest, planned.index)
+    return len(metadata), report
+
+
+def _check(dest: Store, expected: Index) -> None:
+    """Reopen what was written: it must say what was planned, and every item must be there."""
+    reopened = open_checkpoint(dest.url, options=dest.recipe().options)
+    if dict(reopened.index.entries) != dict(expected.entries):
+        raise RefusedError(
+            f"{dest.url} does not read back as what was written",
+            hint="remove it and run again; report this with the source's inspect --json",
+        )
+    require_sound(reopened.index, url=dest.url)
+    sizes = {info.key: info.num_bytes for info in dest.list()}
+    for entry in reopened.index.tensors:
+        for chunk in entry.chunks:
+            assert chunk.item is not None
+            if sizes.get(chunk.item.file, -1) < chunk.item.end:
+                raise RefusedError(
+                    f"{dest.url}: {chunk.item.file} is shorter than {chunk.item.end} bytes",
+                    hint="remove it and run again",
+                )

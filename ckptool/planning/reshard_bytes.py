@@ -1,0 +1,174 @@
+"""The byte plan of a reshard: shard files as segments, and the index that describes them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptool.formats.dcp_item import ItemFraming, encode_item
+from ckptool.layout import shard_file_name
+from ckptool.model import Chunk, Chunks, Entry, Extent, Index, Item, TensorEntry, ValueEntry
+from ckptool.planning.plan import Check, Copy, Literal, Output, Payload, Plan, Segment, Tail
+from ckptool.planning.reshard import NewChunk, ReshardLayout
+from ckptool.planning.sources import Source
+from ckptool.planning.tensor_bytes import region_segments
+
+__all__ = ["ItemTail", "ReshardBytes", "ordered_chunks", "plan_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTail:
+    """Closes a new item once its payload's CRC-32 is known."""
+
+    framing: ItemFraming
+
+    def __call__(self, crcs: tuple[int, ...]) -> bytes:
+        return self.framing.tail(crcs[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardBytes:
+    """The plan, and the index of the checkpoint that it makes.
+
+    ``streams``: wrapped items that are kept; to prove them they must be read as a stream.
+    """
+
+    plan: Plan
+    index: Index
+    streams: tuple[Payload, ...]
+
+
+def ordered_chunks(index: Index, layout: ReshardLayout) -> list[list[tuple[NewChunk, Item | None]]]:
+    """Per target rank its chunks in the order of their first source, so that runs stay runs."""
+    ranks: list[list[tuple[NewChunk, Item | None]]] = [[] for _ in range(layout.num_ranks)]
+    for chunk in layout.chunks:
+        entry = index.entries[chunk.entry]
+        assert isinstance(entry, TensorEntry)
+        item = entry.chunks.item(chunk.sources[0]) if chunk.sources else None
+        ranks[chunk.rank].append((chunk, item))
+    for rows in ranks:
+        rows.sort(key=_place)
+    return ranks
+
+
+def plan_bytes(
+    index: Index,
+    layout: ReshardLayout,
+    *,
+    sources: Mapping[tuple[str, int], Source],
+    values: Mapping[str, bytes],
+) -> ReshardBytes:
+    """Lay out every shard file; ``sources`` by (entry, chunk position), ``values`` as stored."""
+    outputs: list[Output] = []
+    placed: dict[str, list[Chunk]] = {}
+    new_values: dict[str, ValueEntry] = {}
+    streams: dict[int, Payload] = {}
+    for rank, rows in enumerate(ordered_chunks(index, layout)):
+        file = _File(shard_file_name(rank, 0))
+        if rank == 0:
+            for key in layout.values:
+                entry = index.entries[key]
+                assert isinstance(entry, ValueEntry) and entry.item is not None
+                item = file.literal(values[key], entry.item.transforms)
+                new_values[key] = replace(entry, item=item)
+        for chunk, _ in rows:
+            used = [sources[chunk.entry, i] for i in chunk.sources]
+            if chunk.keep:
+                item = file.keep(used[0])
+                if used[0].stored is None:
+                    streams[used[0].check.id] = used[0].payload
+            else:
+                entry = index.entries[chunk.entry]
+                assert isinstance(entry, TensorEntry)
+                item = file.new(entry, chunk, used)
+            placed.setdefault(chunk.entry, []).append(Chunk(chunk.box, item))
+        if file.segments:
+            outputs.append(Output.of(file.name, file.segments))
+    checks = tuple(sorted((s.check for s in sources.values()), key=lambda check: check.id))
+    return ReshardBytes(
+        Plan(tuple(outputs), checks),
+        _new_index(index, placed, new_values),
+        tuple(streams.values()),
+    )
+
+
+class _File:
+    """One shard file as it is laid out; copies that continue one another become one run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._segments: list[Segment] = []
+        self._run: Extent | None = None
+        self._proofs: list[tuple[int, int, int]] = []
+        self._length = 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        self._end_run()
+        return self._segments
+
+    def literal(self, data: bytes, transforms: tuple[str, ...] = ()) -> Item:
+        return self._item([Literal(data)], transforms)
+
+    def keep(self, source: Source) -> Item:
+        item = source.payload.item
+        proofs: tuple[tuple[int, int, int], ...] = ()
+        if source.stored is not None:
+            proofs = ((source.stored.start, source.stored.end, source.check.id),)
+        copy = Copy(Extent(item.file, item.offset, item.end), proofs)
+        return self._item([copy], item.transforms)
+
+    def new(self, entry: TensorEntry, chunk: NewChunk, sources: Sequence[Source]) -> Item:
+        framing = encode_item(dtype=entry.dtype, shape=chunk.box.sizes)
+        begin = self._length + len(framing.head)
+        payload = (begin, begin + framing.payload_num_bytes)
+        body = region_segments(entry.key, chunk.box, sources, dtype=entry.dtype)
+        tail = Tail(
+            framing.length - len(framing.head) - framing.payload_num_bytes,
+            (payload,),
+            ItemTail(framing),
+        )
+        return self._item([Literal(framing.head), *body, tail], ())
+
+    def _item(self, segments: Sequence[Segment], transforms: tuple[str, ...]) -> Item:
+        start = self._length
+        for segment in segments:
+            self._length += segment.num_bytes
+            self._append(segment)
+        return Item(self.name, start, self._length - start, transforms)
+
+    def _append(self, segment: Segment) -> None:
+        run = self._run
+        if not isinstance(segment, Copy):
+            self._end_run()
+            if segment.num_bytes:
+                self._segments.append(segment)
+        elif run is not None and (run.key, run.end) == (segment.extent.key, segment.extent.start):
+            self._run = Extent(run.key, run.start, segment.extent.end)
+            self._proofs += segment.proofs
+        else:
+            self._end_run()
+            self._run, self._proofs = segment.extent, list(segment.proofs)
+
+    def _end_run(self) -> None:
+        if self._run is not None and self._run.num_bytes:
+            self._segments.append(Copy(self._run, tuple(self._proofs)))
+        self._run = None
+
+
+def _place(row: tuple[NewChunk, Item | None]) -> tuple[str, int, str]:
+    chunk, item = row
+    return ("", 0, chunk.entry) if item is None else (item.file, item.offset, chunk.entry)
+
+
+def _new_index(
+    old: Index, placed: Mapping[str, list[Chunk]], values: Mapping[str, ValueEntry]
+) -> Index:
+    entries: dict[str, Entry] = {}
+    for key, entry in old.entries.items():
+        if isinstance(entry, ValueEntry):
+            entries[key] = values[key]
+        else:
+            chunks = sorted(placed[key], key=lambda chunk: (chunk.box.offsets, chunk.box.sizes))
+            entries[key] = replace(entry, chunks=Chunks.of(chunks, num_dims=len(entry.shape)))
+    return Index(entries, version=old.version)
