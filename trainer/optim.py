@@ -1,0 +1,98 @@
+"""Turns parameters into an AdamW with two groups, a step number into a learning rate, and
+gradients into clipped ones.
+
+Groups go by name, not by shape: FSDP1 hands out flat views. What the configuration says wins
+over what a checkpoint's param_groups say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimConfig
+from trainer.init import clean_name
+
+__all__ = ["apply_hyperparameters", "build_optimizer", "clip_gradients", "learning_rate"]
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, device: torch.device
+) -> torch.optim.AdamW:
+    """AdamW over the model as it is now: build it after sharding, never before."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[not clean_name(name).endswith("norm.weight")].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[True]}, {"params": groups[False]}], lr=config.lr, fused=_fused(device)
+    )
+    apply_hyperparameters(optimizer.param_groups, config, device=device)
+    return optimizer
+
+
+def apply_hyperparameters(
+    groups: list[dict[str, Any]], config: OptimConfig, *, device: torch.device
+) -> None:
+    """Set what the configuration says on both groups: decayed weights, then norms."""
+    for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
+        group.update(
+            weight_decay=decay,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=_fused(device),
+            foreach=None,
+        )
+
+
+def learning_rate(step: int, config: OptimConfig, *, num_steps: int) -> float:
+    """The rate of a step (from 0): linear warm-up, then a cosine down to ``min_lr_ratio``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, *, max_norm: float) -> torch.Tensor:
+    """Scale all gradients to a total norm of at most ``max_norm`` (0: leave them); the norm."""
+    limit = max_norm or math.inf
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(limit)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = _total_norm(gradients)
+    if max_norm:
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(scale.to(local.device))
+    return norm
+
+
+def _total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Norms of each kind of layout apart: foreach operations do not mix device meshes."""
+    kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        kinds[key].append(gradient)
+    norms: list[torch.Tensor] = []
+    for alike in kinds.values():
+        norm = torch.nn.utils.get_total_norm(alike)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.stack([norm.float() for norm in norms]).square().sum().sqrt()
+
+
+def _fused(device: torch.device) -> bool | None:
+    return True if device.type == "cuda" else None

@@ -1,0 +1,53 @@
+"""Turns the environment that torchrun left into a process that is ready for collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ckptool.errors import UsageError
+from trainer.config import RunConfig
+from trainer.rng import derive_rng
+
+__all__ = ["pick_device", "process_group"]
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[tuple[torch.device, int, int]]:
+    """Device, rank and world size; the training's process group is there meanwhile."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    device = pick_device(config.device)
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.process_timeout_s))
+    derive_rng(seed=config.seed, rank=rank, step=0)
+    try:
+        yield device, rank, world_size
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is this rank's GPU where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("run.device is cuda, and torch sees no GPU", hint="set run.device to cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}",
+            hint="start torchrun with --nproc-per-node of at most that",
+        )
+    return torch.device("cuda", local_rank)
