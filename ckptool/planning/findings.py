@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptool.model import Box
 
-__all__ = ["ERROR", "NOTE", "WARNING", "Finding"]
+__all__ = ["ERROR", "NOTE", "WARNING", "Finding", "box_json", "subject_name"]
 
 ERROR = "error"
 WARNING = "warning"
@@ -55,3 +55,8 @@ class Finding:
 def box_json(box: Box) -> dict[str, list[int]]:
     """A box as JSON has it."""
     return {"offsets": list(box.offsets), "sizes": list(box.sizes)}
+
+
+def subject_name(key: str, box: Box | None) -> str:
+    """What a message calls a chunk, or (without a box) a value."""
+    return f"value {key!r}" if box is None else f"chunk {box} of {key!r}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +14,8 @@ import numpy.typing as npt
 
 from ckptool.layout import is_safe_relative_path
 from ckptool.model import Box, Chunks, Index, TensorEntry
-from ckptool.planning.findings import ERROR, NOTE, Finding
+from ckptool.planning.findings import ERROR, NOTE, Finding, subject_name
+from ckptool.planning.item_ranges import ItemRanges, item_ranges
 from ckptool.planning.tiling import check_tiling
 
 __all__ = ["check_structure"]
@@ -139,21 +139,8 @@ def _missing(entry: TensorEntry, box: Box) -> Finding:
     return Finding("missing-box", ERROR, message, entry=entry.key, box=box)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranges:
-    """All items of an index in columns; ``owner`` counts entries, ``row`` their chunks."""
-
-    owner: Ints
-    row: Ints
-    file: Ints
-    start: Ints
-    length: Ints
-    files: tuple[str, ...]
-
-
 def _check_items(index: Index) -> Iterator[Finding]:
-    ranges = _item_ranges(index)
-    keys = list(index.entries)
+    ranges = item_ranges(index)
     for name in ranges.files:
         if not is_safe_relative_path(name):
             message = f"the index names a file outside the checkpoint: {name!r}"
@@ -161,14 +148,14 @@ def _check_items(index: Index) -> Iterator[Finding]:
     high = _LARGEST
     bad = (ranges.start < 0) | (ranges.length < 0) | (ranges.start > high) | (ranges.length > high)
     for i in np.flatnonzero(bad).tolist():
-        key, box = _whose(index, keys, ranges, i)
+        key, box = ranges.whose(i)
         place = f"offset {ranges.start[i]}, length {ranges.length[i]}"
-        message = f"{_name(key, box)} has an impossible place in its file: {place}"
+        message = f"{subject_name(key, box)} has an impossible place in its file: {place}"
         yield Finding(
             "bad-item", ERROR, message, entry=key, box=box, file=ranges.files[ranges.file[i]]
         )
     yield from _check_short(index)
-    yield from _check_shared(index, keys, ranges, np.flatnonzero(~bad & (ranges.length > 0)))
+    yield from _check_shared(ranges, np.flatnonzero(~bad & (ranges.length > 0)))
 
 
 def _check_short(index: Index) -> Iterator[Finding]:
@@ -186,7 +173,7 @@ def _check_short(index: Index) -> Iterator[Finding]:
             if chunk.item is None or chunk.item.transforms:
                 continue
             message = (
-                f"{_name(entry.key, chunk.box)} needs {need[row]} bytes, but its item in "
+                f"{subject_name(entry.key, chunk.box)} needs {need[row]} bytes, but its item in "
                 f"{chunk.item.file} at byte {chunk.item.offset} has {chunk.item.length}"
             )
             yield Finding(
@@ -195,7 +182,7 @@ def _check_short(index: Index) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _check_shared(index: Index, keys: list[str], ranges: _Ranges, live: Ints) -> Iterator[Finding]:
+def _check_shared(ranges: ItemRanges, live: Ints) -> Iterator[Finding]:
     """Items that share bytes with another; the same chunk listed twice may share its own."""
     order = live[np.lexsort((ranges.start[live], ranges.file[live]))]
     file, start = ranges.file[order], ranges.start[order]
@@ -203,12 +190,13 @@ def _check_shared(index: Index, keys: list[str], ranges: _Ranges, live: Ints) ->
     reach, holder = _reach(file, end)
     for i in np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < reach[:-1])).tolist():
         one, two = int(order[holder[i]]), int(order[i + 1])
-        first, second = _whose(index, keys, ranges, one), _whose(index, keys, ranges, two)
+        first, second = ranges.whose(one), ranges.whose(two)
         if first == second and ranges.start[one] == ranges.start[two]:
             continue
         name = ranges.files[int(file[i + 1])]
         byte = int(start[i + 1])
-        message = f"{_name(*first)} and {_name(*second)} share bytes of {name} from byte {byte}"
+        both = f"{subject_name(*first)} and {subject_name(*second)}"
+        message = f"{both} share bytes of {name} from byte {byte}"
         yield Finding(
             "shared-bytes", ERROR, message, entry=second[0], box=second[1], file=name, offset=byte
         )
@@ -228,43 +216,3 @@ def _reach(file: Ints, end: Ints) -> tuple[Ints, Ints]:
         own = np.where(end[low:high] == part, np.arange(low, high), low)
         holder[low:high] = np.maximum.accumulate(own)
     return reach, holder
-
-
-def _item_ranges(index: Index) -> _Ranges:
-    names: dict[str, int] = {}
-    tables: dict[int, Ints] = {}
-    columns: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
-    singles: list[tuple[int, int, int, int, int]] = []
-    for owner, entry in enumerate(index.entries.values()):
-        if not isinstance(entry, TensorEntry):
-            if (item := entry.item) is not None:
-                place = names.setdefault(item.file, len(names))
-                singles.append((owner, -1, place, item.offset, item.length))
-            continue
-        chunks = entry.chunks
-        table = tables.get(id(chunks.files))
-        if table is None:
-            table = np.array([names.setdefault(f, len(names)) for f in chunks.files], np.int64)
-            tables[id(chunks.files)] = table
-        rows = np.flatnonzero(chunks.file >= 0)
-        file = table[chunks.file[rows]]
-        owners = np.full(len(rows), owner)
-        columns.append((owners, rows, file, chunks.starts[rows], chunks.lengths[rows]))
-    joined = [np.concatenate(c) for c in zip(*columns, strict=True)] or [np.zeros(0, np.int64)] * 5
-    extra = np.array(singles, np.int64).reshape(-1, 5)
-    owner_, row, file, start, length = (
-        np.concatenate((j, extra[:, i])) for i, j in enumerate(joined)
-    )
-    return _Ranges(owner_, row, file, start, length, tuple(names))
-
-
-def _whose(index: Index, keys: list[str], ranges: _Ranges, i: int) -> tuple[str, Box | None]:
-    key = keys[int(ranges.owner[i])]
-    entry = index.entries[key]
-    if not isinstance(entry, TensorEntry):
-        return key, None
-    return key, entry.chunks[int(ranges.row[i])].box
-
-
-def _name(key: str, box: Box | None) -> str:
-    return f"value {key!r}" if box is None else f"chunk {box} of {key!r}"
