@@ -198,7 +198,8 @@ def parse_value_item(data: bytes) -> ValueItem:
 
 def encode_value_item(pickle_bytes: bytes, *, storages: Mapping[str, bytes] | None = None) -> bytes:
     """The item of a value as ``torch.save`` writes it, with its tensors' bytes by record name."""
-    archive = plan_archive(torch_records(pickle_bytes, storages or {}))
+    contents: dict[str, bytes | int] = dict(storages or {})
+    archive = plan_archive(torch_records(pickle_bytes, contents))
     return archive.framing(0, [])
 
 

@@ -65,9 +65,13 @@ class Archive:
         return start, end
 
     def framing(self, number: int, crcs: Sequence[int]) -> bytes:
-        """The bytes of ``framing_range``; ``crcs`` are those of all payloads before it."""
+        """The bytes of ``framing_range``.
+
+        ``crcs`` has the CRC-32 of the payload before it; for what follows the last payload,
+        those of all.
+        """
         first = self.payloads[number - 1] if number else 0
-        parts = [descriptor(self.records[first], crc32=crcs[number - 1])] if number else []
+        parts = [descriptor(self.records[first], crc32=crcs[-1])] if number else []
         at = first + 1 if number else 0
         last = number == len(self.payloads)
         end = len(self.records) - 1 if last else self.payloads[number]
@@ -97,7 +101,7 @@ class Archive:
 
 
 def torch_records(
-    data_pkl: bytes, storages: Mapping[str, bytes] | Mapping[str, int]
+    data_pkl: bytes, storages: Mapping[str, bytes | int]
 ) -> list[tuple[str, bytes | int]]:
     """The records that torch 2.13 writes, but for the last two, in its order.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.formats.crc import crc32, crc32_combine, crc32_join
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_crc32_agrees_with_zlib_and_continues(a: bytes, b: bytes) -> None:
     """It is zlib's CRC-32, and one call can go on where another stopped."""
@@ -18,6 +19,7 @@ def test_crc32_agrees_with_zlib_and_continues(a: bytes, b: bytes) -> None:
     assert crc32(b, crc32(a)) == zlib.crc32(a + b)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=100), max_size=8))
 def test_joined_ranges_need_no_reading(parts: list[bytes]) -> None:
     """The CRC of a whole follows from those of its parts, empty ones included."""

@@ -177,7 +177,7 @@ def test_tensors_inside_a_value_keep_their_bytes() -> None:
     assert check_item(ours) == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=5), st.randoms())
 def test_what_is_encoded_is_parsed(name: str, shape: list[int], random) -> None:
     """Any tensor comes back with dtype, shape, CRC and every payload byte."""
