@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
+from ckptool.errors import RefusedError
 from ckptool.model import Extent
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "Capabilities",
     "Listing",
     "ObjectInfo",
+    "PartLimits",
     "PartReceipt",
     "Store",
+    "StoreRecipe",
     "StreamWriter",
 ]
 
@@ -183,6 +186,23 @@ class PartLimits:
     max_bytes: int
     max_parts: int
     preferred_bytes: int
+
+    def part_bytes(self, num_bytes: int) -> int:
+        """The size of equal parts for an object of ``num_bytes``, in whole MiB above preferred.
+
+        Raises RefusedError when no number of parts can hold it.
+        """
+        least = -(-num_bytes // self.max_parts)
+        if least > self.max_bytes:
+            raise RefusedError(
+                f"an object of {num_bytes} bytes is too large: the store takes {self.max_parts} "
+                f"parts of {self.max_bytes} bytes",
+                hint="split it over more files: --max-file-size, or more ranks",
+                num_bytes=num_bytes,
+            )
+        if least <= self.preferred_bytes:
+            return self.preferred_bytes
+        return min(self.max_bytes, -(-least // 2**20) * 2**20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,37 @@
+"""Fixtures that all tests share: an S3 server of the session's own, and fresh places in it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from s3_server import S3Server
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server; each pytest-xdist worker starts its own."""
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(s3_server: S3Server) -> str:
+    """A bucket of this session."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    return s3_server.create_bucket(f"test-{worker}-{uuid.uuid4().hex[:8]}")
+
+
+@pytest.fixture
+def s3_options(s3_server: S3Server) -> dict[str, Any]:
+    """Storage options for the server."""
+    return s3_server.storage_options()
+
+
+@pytest.fixture
+def s3_url(s3_bucket: str) -> str:
+    """A prefix that no other test uses."""
+    return f"s3://{s3_bucket}/{uuid.uuid4().hex[:12]}"
