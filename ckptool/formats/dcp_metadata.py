@@ -1,0 +1,11 @@
+"""A DCP ``.metadata``: read into an Index, written from one, merged from those of single ranks.
+
+The format is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``; none of it is ever
+unpickled by Python, and writing it needs no torch.
+"""
+
+from __future__ import annotations
+
+from ckptool.formats.dcp_reader import read_metadata
+
+__all__ = ["read_metadata"]
