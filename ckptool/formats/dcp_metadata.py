@@ -6,7 +6,8 @@ unpickled by Python, and writing it needs no torch.
 
 from __future__ import annotations
 
+from ckptool.formats.dcp_merge import merge_rank_local
 from ckptool.formats.dcp_reader import read_metadata
 from ckptool.formats.dcp_writer import write_metadata
 
-__all__ = ["read_metadata", "write_metadata"]
+__all__ = ["merge_rank_local", "read_metadata", "write_metadata"]
