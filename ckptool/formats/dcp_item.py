@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from ckptool.dtypes import DType
 from ckptool.errors import CkptoolError, DamagedError, UnsupportedError
+from ckptool.formats.partial_bytes import NeedMore, PartialBytes
 from ckptool.formats.plain_values import NotPlain, TensorRef, decode_value
 from ckptool.formats.tensor_pickle import tensor_pickle
 from ckptool.formats.zip_archive import Archive, plan_archive, torch_records
-from ckptool.formats.zip_reading import NeedMore, PartialBytes, StoredZip
+from ckptool.formats.zip_reading import StoredZip
 
 __all__ = [
     "ItemFraming",
