@@ -33,8 +33,9 @@ from ckptool.formats.dcp_item import (
     parse_value_item,
     probe_ranges,
 )
+from ckptool.formats.partial_bytes import PartialBytes
 from ckptool.formats.plain_values import NotPlain, decode_value
-from ckptool.formats.zip_reading import PartialBytes, StoredZip
+from ckptool.formats.zip_reading import StoredZip
 from ckptool.model import Box, Item
 from ckptool.planning.findings import ERROR, WARNING, Finding, subject_name
 from ckptool.storage.base import Store
