@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Box, Chunk, Index, TensorEntry, ValueEntry
 from ckptool.planning.boxes import chunk_rows, intersect
 
@@ -92,22 +93,27 @@ def rank_bound_keys(index: Index) -> Iterator[str]:
 
 
 def _is_spread(entry: TensorEntry, num_ranks: int) -> bool:
-    """0-dim tensors, and tensors of one chunk with fewer rows than ranks, stay whole."""
+    """0-dim tensors, and tensors of one chunk with fewer rows than ranks, stay whole.
+
+    An empty chunk beside the one that holds all of it says that the tensor was sharded.
+    """
     if not entry.shape:
         return True
-    stored = [c for c in entry.chunks.sizes.prod(axis=1).tolist() if c]
-    return len(stored) <= 1 and entry.shape[0] < num_ranks
+    return len(_without_replicas(entry)) <= 1 and entry.shape[0] < num_ranks
 
 
 def _spread(entry: TensorEntry, loads: list[int]) -> Iterator[NewChunk]:
     """The stored chunk of a whole tensor, to the rank that has least."""
-    chunks = list(enumerate(entry.chunks))
-    whole = [(i, c) for i, c in chunks if c.box.num_elements] or chunks[:1]
-    for i, chunk in whole:
+    for i, chunk in _without_replicas(entry):
         rank = min(range(len(loads)), key=loads.__getitem__)
         num_bytes = chunk.box.num_elements * entry.dtype.itemsize
         loads[rank] += num_bytes
-        yield NewChunk(entry.key, chunk.box, rank, (i,), True, num_bytes)
+        yield NewChunk(entry.key, chunk.box, rank, (i,), _is_item(chunk), num_bytes)
+
+
+def _is_item(chunk: Chunk) -> bool:
+    """Whether the stored bytes are a DCP item; bare payloads have to be made into one."""
+    return chunk.item is not None and PAYLOAD not in chunk.item.transforms
 
 
 def _by_rows(entry: TensorEntry, num_ranks: int, merge: bool) -> Iterator[NewChunk]:
@@ -121,11 +127,10 @@ def _by_rows(entry: TensorEntry, num_ranks: int, merge: bool) -> Iterator[NewChu
 
 
 def _without_replicas(entry: TensorEntry) -> list[tuple[int, Chunk]]:
-    """Chunks by place; of equal boxes the first one, and empty ones only where all are."""
+    """Chunks by place; of equal boxes the first one."""
     seen: dict[Box, tuple[int, Chunk]] = {}
     for i, chunk in enumerate(entry.chunks):
-        if chunk.box.num_elements or not entry.num_elements:
-            seen.setdefault(chunk.box, (i, chunk))
+        seen.setdefault(chunk.box, (i, chunk))
     return sorted(seen.values(), key=lambda pair: pair[1].box.offsets)
 
 
@@ -134,14 +139,14 @@ def _cut(
 ) -> Iterator[NewChunk]:
     itemsize = entry.dtype.itemsize
     if not chunk.box.num_elements:
-        yield NewChunk(entry.key, chunk.box, 0, (i,), True, 0)
+        yield NewChunk(entry.key, chunk.box, len(rows) - 1, (i,), _is_item(chunk), 0)
         return
     size = rows[0][1]  # all but the last non-empty target have as many rows
     first, last = chunk.box.offsets[0], chunk.box.ends[0]
     for rank in range(first // size, (last - 1) // size + 1):
         start, end = max(first, rows[rank][0]), min(last, rows[rank][1])
         box = Box((start, *chunk.box.offsets[1:]), (end - start, *chunk.box.sizes[1:]))
-        keep = box == chunk.box
+        keep = box == chunk.box and _is_item(chunk)
         yield NewChunk(entry.key, box, rank, (i,), keep, box.num_elements * itemsize)
 
 
@@ -165,7 +170,7 @@ def _merged(
                 break
             if intersect(chunk.box, box) is not None:
                 used.append((i, chunk))
-        keep = len(used) == 1 and used[0][1].box == box
+        keep = len(used) == 1 and used[0][1].box == box and _is_item(used[0][1])
         yield NewChunk(
             entry.key, box, rank, tuple(i for i, _ in used), keep, box.num_elements * itemsize
         )

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ckptool.errors import DamagedError
 from ckptool.formats.dcp_item import TensorItem
+from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Box, Extent, Item, TensorEntry
 from ckptool.planning.plan import Check, Payload
 
-__all__ = ["BARE_PAYLOAD", "Source", "needs_probe", "source_of"]
-
-BARE_PAYLOAD = "payload"
+__all__ = ["Source", "needs_probe", "source_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def source_of(
 
     Raises DamagedError when the item holds another dtype or shape than the index says.
     """
-    if header is None and item.transforms == (BARE_PAYLOAD,):
+    if header is None and item.transforms == (PAYLOAD,):
         return _bare(entry, box, item, check_id)
     if header is None:
         whole = Extent(item.file, item.offset, item.end)

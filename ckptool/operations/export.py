@@ -1,0 +1,314 @@
+"""export: the model out of a sharded checkpoint, as one file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.dtypes import DType, dtype_named
+from ckptool.engine.run import Budget, RunReport, run_plan
+from ckptool.engine.sinks import Writing
+from ckptool.errors import (
+    NotEmptyError,
+    ObjectMissingError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptool.formats.safetensors_file import encode_index, parse_header
+from ckptool.model import Index, TensorEntry
+from ckptool.operations.commit import refuse_unless_empty
+from ckptool.operations.open import Checkpoint, open_checkpoint
+from ckptool.operations.probe import Wanted, probe
+from ckptool.operations.sound import require_sound
+from ckptool.operations.torch_tree import Trees, read_trees
+from ckptool.planning.export import ExportLayout, plan_layout
+from ckptool.planning.export_bytes import plan_safetensors, plan_torch
+from ckptool.planning.keys import choose
+from ckptool.planning.plan import Plan
+from ckptool.planning.sources import Source
+from ckptool.progress import NO_PROGRESS, Progress
+from ckptool.storage import open_store
+from ckptool.storage.base import Store
+
+__all__ = ["DEFAULT_MAX_FILE_BYTES", "ExportResult", "export"]
+
+DEFAULT_MAX_FILE_BYTES = 5_000_000_000
+_SINGLE = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What an export did, or with ``dry_run`` would do.
+
+    ``values_left_out`` maps the keys of chosen values that the format cannot carry to the
+    reason. ``report`` is None for a dry run, ``plan`` is None unless items were probed.
+    """
+
+    source_url: str
+    dest_url: str
+    layout: ExportLayout
+    dry_run: bool
+    values_left_out: Mapping[str, str]
+    plan: Plan | None
+    report: RunReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        report = self.report
+        return {
+            "source": self.source_url,
+            "destination": self.dest_url,
+            "dry_run": self.dry_run,
+            "plan": self.layout.to_json(),
+            "values_left_out": dict(self.values_left_out),
+            "num_tensors": len(self.layout.tensors),
+            "num_tensors_cast": sum(t.dtype != t.source_dtype for t in self.layout.tensors),
+            "casts": None
+            if report is None
+            else {
+                key: {"overflows": count.overflows, "underflows": count.underflows}
+                for key, count in report.casts.items()
+                if count.overflows or count.underflows
+            },
+            "files": None
+            if self.plan is None
+            else [{"name": o.key, "num_bytes": o.num_bytes} for o in self.plan.outputs],
+            "num_bytes_written": None if report is None else report.num_bytes_written,
+            "num_bytes_read": None if report is None else report.num_bytes_read,
+            "payloads_verified": None if report is None else report.payloads_proved,
+            "payloads_unverifiable": None
+            if report is None
+            else sorted({check.entry for check in report.unverifiable}),
+        }
+
+
+def export(
+    source_url: str,
+    dest_url: str,
+    *,
+    everything: bool = False,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    strip_prefix: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    max_file_size: int | None = None,
+    format: str | None = None,
+    int_keys: bool = False,
+    strict: bool = False,
+    dry_run: bool = False,
+    probe_items: bool = False,
+    jobs: int | None = None,
+    max_memory: int = 1 << 30,
+    source_options: Mapping[str, Any] | None = None,
+    dest_options: Mapping[str, Any] | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> ExportResult:
+    """Write the chosen entries of the checkpoint at ``source_url`` to ``dest_url``.
+
+    Raises UsageError, NoCheckpointError, DamagedError, RefusedError, StorageError; nothing is
+    visible at the destination before every byte of it was proved and written.
+    """
+    if everything and only:
+        raise UsageError("--all and --only exclude each other")
+    target = _cast_target(dtype)
+    form = _destination(dest_url, format, max_file_size)
+    if int_keys and form.format != "torch":
+        raise UsageError("--int-keys is for torch files; safetensors has no nested keys")
+    checkpoint = open_checkpoint(source_url, options=source_options)
+    index = checkpoint.index
+    choice = choose(
+        index,
+        everything=everything,
+        only=only,
+        exclude=exclude,
+        strip_prefix=strip_prefix,
+        rename=rename,
+    )
+    layout = plan_layout(
+        index,
+        choice,
+        format=form.format,
+        single_file=form.name,
+        max_file_num_bytes=max_file_size or DEFAULT_MAX_FILE_BYTES,
+        dtype=target,
+    )
+    require_sound(index, url=checkpoint.url, keys=set(choice.names))
+    dest = open_store(form.folder, options=dest_options)
+    _refuse_existing(dest, form)
+    budget = Budget.of(max_memory=max_memory, jobs=jobs, stores=(checkpoint.store, dest))
+    trees = _values(checkpoint, layout, int_keys=int_keys, strict=strict, max_memory=max_memory)
+    _require_codes(layout)
+    plan = None
+    if probe_items or not dry_run:
+        plan = _plan(checkpoint, layout, trees, budget.num_jobs, progress)
+    report = None
+    if plan is not None and not dry_run:
+        report = _write(checkpoint, dest, layout, plan, budget, progress)
+    return ExportResult(checkpoint.url, dest_url, layout, dry_run, trees.left_out, plan, report)
+
+
+class _Destination:
+    """Where an export goes: ``name`` of the one file in ``folder``, or None for a folder."""
+
+    def __init__(self, folder: str, name: str | None, format: str) -> None:
+        self.folder, self.name, self.format = folder, name, format
+
+
+def _destination(dest_url: str, format: str | None, max_file_size: int | None) -> _Destination:
+    head, _, name = dest_url.rstrip("/").rpartition("/")
+    suffix = posixpath.splitext(name)[1]
+    if suffix not in _SINGLE or dest_url.endswith("/"):
+        return _Destination(dest_url, None, format or "safetensors")
+    if max_file_size is not None:
+        raise UsageError(
+            f"--max-file-size splits a folder, but {dest_url} is one file",
+            hint="name a folder, or leave --max-file-size out",
+        )
+    if format is not None and format != _SINGLE[suffix]:
+        raise UsageError(
+            f"--format {format} does not fit the ending of {dest_url}",
+            hint=f"end the name in {'.safetensors' if format == 'safetensors' else '.pt'}",
+        )
+    folder = head if head else ("/" if dest_url.startswith("/") else ".")
+    return _Destination(folder, name, _SINGLE[suffix])
+
+
+def _refuse_existing(dest: Store, form: _Destination) -> None:
+    if form.name is None:
+        refuse_unless_empty(dest)
+        return
+    try:
+        dest.info(form.name)
+    except ObjectMissingError:
+        return
+    raise NotEmptyError(
+        f"{dest.url_of(form.name)} exists already",
+        hint="remove it first, or give another name",
+        url=dest.url_of(form.name),
+    )
+
+
+def _cast_target(name: str | None) -> DType | None:
+    if name is None:
+        return None
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    target = dtype_named(short.get(name, name))
+    if target.kind != "float" or target.numpy is None:
+        raise UnsupportedError(
+            f"--dtype {name}: only floating dtypes can be cast to", hint="for instance bfloat16"
+        )
+    return target
+
+
+def _values(
+    checkpoint: Checkpoint, layout: ExportLayout, *, int_keys: bool, strict: bool, max_memory: int
+) -> Trees:
+    if layout.format == "torch":
+        trees = read_trees(checkpoint, layout, int_keys=int_keys, max_memory=max_memory)
+    else:
+        reason = "safetensors holds tensors only"
+        trees = Trees({}, {}, {key: reason for key in layout.values})
+    if strict and trees.left_out:
+        key, reason = next(iter(trees.left_out.items()))
+        raise RefusedError(
+            f"--strict: {len(trees.left_out)} values cannot be carried, the first is {key}: "
+            f"{reason}",
+            hint="leave them out with --exclude, or run without --strict",
+            entries=dict(trees.left_out),
+        )
+    return trees
+
+
+def _require_codes(layout: ExportLayout) -> None:
+    if layout.format != "safetensors":
+        return
+    for tensor in layout.tensors:
+        if tensor.dtype.safetensors is None:
+            raise UnsupportedError(
+                f"{tensor.key}: safetensors has no dtype {tensor.dtype}",
+                hint=f"--exclude '{tensor.key}', or export to a .pt file",
+                entry=tensor.key,
+                dtype=tensor.dtype.name,
+            )
+
+
+def _plan(
+    checkpoint: Checkpoint, layout: ExportLayout, trees: Trees, num_jobs: int, progress: Progress
+) -> Plan:
+    sources = _sources(checkpoint, layout, num_jobs, progress)
+    if layout.format == "torch":
+        return plan_torch(layout, trees=trees.by_file, records=trees.records, sources=sources)
+    return plan_safetensors(layout, sources=sources, metadata={"format": "pt"})
+
+
+def _sources(
+    checkpoint: Checkpoint, layout: ExportLayout, num_jobs: int, progress: Progress
+) -> dict[str, list[Source]]:
+    """Per entry the sources of its chunks; of replicas the first, and no empty ones."""
+    wanted: list[Wanted] = []
+    for tensor in layout.tensors:
+        wanted += _chunks_of(checkpoint.index, tensor.key)
+    found = probe(checkpoint.store, wanted, jobs=num_jobs, progress=progress)
+    sources: dict[str, list[Source]] = {tensor.key: [] for tensor in layout.tensors}
+    for want, source in zip(wanted, found, strict=True):
+        sources[want.entry.key].append(source)
+    return sources
+
+
+def _chunks_of(index: Index, key: str) -> list[Wanted]:
+    entry = index.entries[key]
+    assert isinstance(entry, TensorEntry)
+    wanted = {}
+    for chunk in entry.chunks:
+        if chunk.box.num_elements:
+            assert chunk.item is not None, "the structure was checked"
+            wanted.setdefault(chunk.box, Wanted(entry, chunk.box, chunk.item))
+    return list(wanted.values())
+
+
+def _write(
+    checkpoint: Checkpoint,
+    dest: Store,
+    layout: ExportLayout,
+    plan: Plan,
+    budget: Budget,
+    progress: Progress,
+) -> RunReport:
+    progress.start("export", num_bytes=plan.num_bytes)
+    with Writing(dest, plan.outputs) as writing:
+        report = run_plan(
+            plan,
+            source=checkpoint.store,
+            writing=writing,
+            dest=dest,
+            budget=budget,
+            progress=progress,
+        )
+        writing.commit()
+    progress.finish()
+    _check(dest, layout, plan)
+    if layout.index_name is not None:
+        total = sum(tensor.num_bytes for tensor in layout.tensors)
+        dest.put(layout.index_name, encode_index(layout.weight_map(), total_num_bytes=total))
+    return report
+
+
+def _check(dest: Store, layout: ExportLayout, plan: Plan) -> None:
+    """Reopen what was written: sizes as planned, headers that hold the tensors they should."""
+    for file, output in zip(layout.files, plan.outputs, strict=True):
+        info = dest.info(file.name)
+        ok = info.num_bytes == output.num_bytes
+        if ok and layout.format == "safetensors":
+            start = dest.read(file.name, start=0, end=8)
+            head = dest.read(file.name, start=0, end=8 + int.from_bytes(start, "little"))
+            header = parse_header(head, file_num_bytes=info.num_bytes)
+            ok = set(header.tensors) == {tensor.name for tensor in file.tensors}
+        if not ok:
+            raise RefusedError(
+                f"{dest.url_of(file.name)} does not read back as what was written",
+                hint="remove it and run again",
+                url=dest.url_of(file.name),
+            )
