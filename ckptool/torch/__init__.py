@@ -1,0 +1,27 @@
+"""Checkpoints inside a training loop: saved without stopping it, loaded at any world size.
+
+The only package of ckptool that imports torch; importing it does not, until a name is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptool.torch.checkpointer import Checkpointer, LoadReport, SaveReport
+
+__all__ = ["Checkpointer", "LoadReport", "SaveReport"]
+
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "LoadReport": "checkpointer",
+    "SaveReport": "checkpointer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
