@@ -146,7 +146,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(text)
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
