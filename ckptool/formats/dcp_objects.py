@@ -17,6 +17,10 @@ from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.pickle_machine import Machine, check_key, kind_of
 
 __all__ = [
+    "CHUNK_CLASS",
+    "INFO_CLASS",
+    "KEY_CLASS",
+    "SIZE_FUNCTION",
     "ChunkBox",
     "MetadataMachine",
     "Record",
@@ -134,20 +138,25 @@ def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 
+CHUNK_CLASS = _Class("ChunkBox", _slotted(ChunkBox))
+KEY_CLASS = _Class("StorageKey", _slotted(StorageKey))
+INFO_CLASS = _Class("StorageInfo", _slotted(StorageInfo))
+SIZE_FUNCTION = _Function("torch.Size", _size)
+
 _GLOBALS: dict[tuple[str, str], Any] = {
     (f"{_DCP}.metadata", "Metadata"): _record("Metadata"),
     (f"{_DCP}.metadata", "StorageMeta"): _record("StorageMeta"),
     (f"{_DCP}.metadata", "TensorStorageMetadata"): _record("TensorStorageMetadata"),
     (f"{_DCP}.metadata", "BytesStorageMetadata"): _record("BytesStorageMetadata"),
     (f"{_DCP}.metadata", "TensorProperties"): _record("TensorProperties"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Class("ChunkBox", _slotted(ChunkBox)),
-    (f"{_DCP}.metadata", "MetadataIndex"): _Class("StorageKey", _slotted(StorageKey)),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): CHUNK_CLASS,
+    (f"{_DCP}.metadata", "MetadataIndex"): KEY_CLASS,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Function("_MEM_FORMAT_ENCODING", _enum),
-    (f"{_DCP}.filesystem", "_StorageInfo"): _Class("StorageInfo", _slotted(StorageInfo)),
+    (f"{_DCP}.filesystem", "_StorageInfo"): INFO_CLASS,
     # torch 2.0 to 2.2 kept these two elsewhere
     (_SHARDED, "TensorProperties"): _record("TensorProperties"),
     (_SHARDED, "MEM_FORMAT_ENCODING"): _Function("MEM_FORMAT_ENCODING", _enum),
-    ("torch", "Size"): _Function("torch.Size", _size),
+    ("torch", "Size"): SIZE_FUNCTION,
     ("torch.serialization", "_get_layout"): _Function("_get_layout", _layout),
     ("collections", "OrderedDict"): _Function("OrderedDict", _ordered_dict),
     ("builtins", "set"): _Function("set", _set),

@@ -16,9 +16,9 @@ import numpy as np
 
 from ckptool.dtypes import DType
 from ckptool.errors import CkptoolError, DamagedError, UnsupportedError
+from ckptool.formats.dcp_fast import FastMetadataMachine
 from ckptool.formats.dcp_objects import (
     ChunkBox,
-    MetadataMachine,
     Record,
     StorageInfo,
     StorageKey,
@@ -44,7 +44,7 @@ def read_metadata(data: bytes, *, name: str = METADATA_NAME) -> Index:
     for a class or dtype that we do not know; ``name`` is the file's, for messages.
     """
     with _collector_off():
-        root = MetadataMachine(bytes(data), what=name).run()
+        root = FastMetadataMachine(bytes(data), what=name).run()
         return _Reader(name).index(root)
 
 
