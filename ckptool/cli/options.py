@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -20,6 +20,7 @@ __all__ = [
     "exit_statuses",
     "parse_size",
     "parse_storage_options",
+    "plan_options",
     "work_options",
 ]
 
@@ -100,15 +101,37 @@ def dest_options(function: F) -> F:
     )(function)
 
 
+def plan_options(function: F) -> F:
+    """For commands that show their plan on request."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, dry_run: bool, probe: bool, **kwargs: Any) -> Any:
+        if probe and not dry_run:
+            raise click.UsageError("--probe goes with --dry-run")
+        return function(*args, dry_run=dry_run, probe=probe, **kwargs)
+
+    probe = click.option(
+        "--probe", is_flag=True, help="With --dry-run: read the items' headers too."
+    )
+    dry = click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+    return cast("F", dry(probe(wrapper)))
+
+
 def work_options(function: F) -> F:
-    """For commands that move bytes."""
+    """For commands that move bytes; what is not given keeps the operation's default."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, jobs: int | None, max_memory: int | None, **kwargs: Any) -> Any:
+        given = {"jobs": jobs, "max_memory": max_memory}
+        return function(*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
+
     jobs = click.option(
         "--jobs", type=click.IntRange(min=1), metavar="N", help="How many threads work."
     )
     memory = click.option(
         "--max-memory", type=SIZE, metavar="SIZE", help="Bound of the buffers, such as 256MiB."
     )
-    return jobs(memory(function))
+    return cast("F", jobs(memory(wrapper)))
 
 
 def parse_size(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["count", "size", "table"]
+__all__ = ["count", "size", "some", "table"]
 
 
 def size(num_bytes: int | None) -> str:
@@ -34,3 +34,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[s
             c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
         )
         yield "  ".join(padded).rstrip()
+
+
+def some(names: Sequence[str], *, limit: int = 3) -> str:
+    """The first few names."""
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

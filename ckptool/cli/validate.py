@@ -56,9 +56,8 @@ def command(
     checkpoint: str,
     read_data: bool,
     read_data_subset: float | None,
-    jobs: int | None,
-    max_memory: int | None,
     source_options: dict[str, Any],
+    **work: int,
 ) -> int:
     """Prove that a checkpoint is whole, as far as it is asked.
 
@@ -73,11 +72,10 @@ def command(
         checkpoint,
         read_data=read_data or read_data_subset is not None,
         percent=100.0 if read_data_subset is None else read_data_subset,
-        jobs=jobs,
-        max_memory=max_memory,
         options=source_options,
         on_finding=lines.take,
         progress=progress_for(out),
+        **work,
     )
     lines.finish()
     out.document(report.to_json())
