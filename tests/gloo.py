@@ -48,15 +48,14 @@ def run_ranks(
         started = time.monotonic()
         processes = []
         for rank in range(num_ranks):
-            log = open(Path(scratch, f"log{rank}"), "wb")
             command = [
                 sys.executable, __file__, file, function, str(rank), str(num_ranks), scratch,
                 json.dumps(arguments),
             ]  # fmt: skip
-            processes.append(
-                subprocess.Popen(command, env=_env(env), cwd=ROOT, stdout=log, stderr=log)
-            )
-            log.close()
+            with open(Path(scratch, f"log{rank}"), "wb") as log:
+                processes.append(
+                    subprocess.Popen(command, env=_env(env), cwd=ROOT, stdout=log, stderr=log)
+                )
         ends = _collect(processes, scratch, started, timeout_s)
     if must_succeed:
         for rank, end in enumerate(ends):

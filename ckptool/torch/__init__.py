@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptool.torch.checkpointer import Checkpointer, LoadReport, SaveReport
+    from ckptool.torch.dcp_storage import CkptoolReader, CkptoolWriter
 
-__all__ = ["Checkpointer", "LoadReport", "SaveReport"]
+__all__ = ["Checkpointer", "CkptoolReader", "CkptoolWriter", "LoadReport", "SaveReport"]
 
 _HOMES = {
     "Checkpointer": "checkpointer",
+    "CkptoolReader": "dcp_storage",
+    "CkptoolWriter": "dcp_storage",
     "LoadReport": "checkpointer",
     "SaveReport": "checkpointer",
 }
