@@ -85,5 +85,6 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if dtype.numpy.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype.numpy))
+        wanted: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.numpy))
+        return wanted
     return np.dtype(dtype.numpy)

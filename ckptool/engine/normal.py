@@ -21,7 +21,7 @@ from ckptool.dtypes import DType
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_item import NeedMore, TensorItem, parse_tensor_item
-from ckptool.model import Extent, Item
+from ckptool.model import Item
 from ckptool.planning.plan import Normal, Payload
 from ckptool.storage.base import Store
 

@@ -82,8 +82,10 @@ class Writing:
 
     def abort(self) -> None:
         """Leave nothing behind."""
-        for writer in (*self._assemblies.values(), *self._streams.values()):
-            writer.abort()
+        for assembly in self._assemblies.values():
+            assembly.abort()
+        for stream in self._streams.values():
+            stream.abort()
         for key in self._committed:
             self._dest.delete(key)
         self._done = True

@@ -18,7 +18,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats.safetensors_file import encode_index, parse_header
-from ckptool.model import Index, TensorEntry
+from ckptool.model import Box, Index, TensorEntry
 from ckptool.operations.commit import refuse_unless_empty
 from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe
@@ -210,7 +210,7 @@ def _values(
         trees = read_trees(checkpoint, layout, int_keys=int_keys, max_memory=max_memory)
     else:
         reason = "safetensors holds tensors only"
-        trees = Trees({}, {}, {key: reason for key in layout.values})
+        trees = Trees({}, {}, dict.fromkeys(layout.values, reason))
     if strict and trees.left_out:
         key, reason = next(iter(trees.left_out.items()))
         raise RefusedError(
@@ -261,7 +261,7 @@ def _sources(
 def _chunks_of(index: Index, key: str) -> list[Wanted]:
     entry = index.entries[key]
     assert isinstance(entry, TensorEntry)
-    wanted = {}
+    wanted: dict[Box, Wanted] = {}
     for chunk in entry.chunks:
         if chunk.box.num_elements:
             assert chunk.item is not None, "the structure was checked"

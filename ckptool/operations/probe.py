@@ -134,7 +134,7 @@ def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> TensorItem:
         head, tail = _read(store, _ends(item, *sizes))
 
 
-class _located:  # noqa: N801 - reads as a word of the with statement
+class _located:
     """Adds to an error of a format where in the checkpoint the bytes stand."""
 
     def __init__(self, entry: str, box: Box | None, item: Item) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.engine.compressing import Compressing
 from ckptool.engine.run import Budget, RunReport, run_plan
 from ckptool.engine.sinks import Writing
 from ckptool.errors import RefusedError, UsageError
@@ -17,7 +18,7 @@ from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe, read_value
 from ckptool.operations.sound import require_sound
 from ckptool.planning.reshard import ReshardLayout, plan_layout
-from ckptool.planning.reshard_bytes import ReshardBytes, plan_bytes
+from ckptool.planning.reshard_bytes import ReshardBytes, items_by_file, moved, plan_bytes
 from ckptool.planning.sources import Source
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
@@ -147,7 +148,7 @@ def _write(
 ) -> tuple[int, RunReport]:
     plan = planned.plan
     progress.start("reshard", num_bytes=plan.num_bytes)
-    with Writing(dest, plan.outputs) as writing:
+    with _writing(dest, planned, compress, budget.num_jobs) as writing:
         report = run_plan(
             plan,
             source=checkpoint.store,
@@ -158,18 +159,34 @@ def _write(
             progress=progress,
         )
         writing.commit()
-    metadata = write_metadata(planned.index)
+    index, objects = planned.index, report.objects
+    if isinstance(writing, Compressing):
+        index, objects = moved(index, writing.placed), writing.objects
+    metadata = write_metadata(index)
     commit_checkpoint(
         dest,
         metadata=metadata,
-        objects={key: ObjectFacts(n, crc) for key, (n, crc) in report.objects.items()},
+        objects={key: ObjectFacts(n, crc) for key, (n, crc) in objects.items()},
         step=checkpoint.step,
         layout={"world_size": layout.num_ranks, "written_by": "ckptool reshard"},
         verified="checksum" if dest.capabilities.checksums else "size",
     )
     progress.finish()
-    _check(dest, planned.index)
+    _check(dest, index)
     return len(metadata), report
+
+
+def _writing(dest: Store, planned: ReshardBytes, compress: str | None, num_jobs: int) -> Writing:
+    outputs = planned.plan.outputs
+    if compress is None:
+        return Writing(dest, outputs)
+    return Compressing(
+        dest,
+        outputs,
+        items=items_by_file(planned.index),
+        fresh=planned.fresh,
+        num_threads=num_jobs,
+    )
 
 
 def _check(dest: Store, expected: Index) -> None:

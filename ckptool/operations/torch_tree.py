@@ -83,6 +83,8 @@ def _with_tensors(value: Any, move: Callable[[TensorRef], TensorRef]) -> Any:
     """The value with every tensor reference moved; other leaves as they are."""
     if isinstance(value, TensorRef):
         return move(value)
+    if isinstance(value, frozenset):
+        raise UnsupportedError("torch.load(weights_only=True) takes no frozenset")
     if isinstance(value, dict):
         return type(value)((key, _with_tensors(v, move)) for key, v in value.items())
     if isinstance(value, (list, tuple)):

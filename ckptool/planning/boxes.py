@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ def chunk_rows(num_rows: int, num_ranks: int) -> list[tuple[int, int]]:
     """
     size = -(-num_rows // num_ranks) if num_rows else 0
     starts = [min(rank * size, num_rows) for rank in range(num_ranks + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))
 
 
 def is_full_width(box: Box, shape: Sequence[int]) -> bool:

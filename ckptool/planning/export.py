@@ -125,8 +125,8 @@ def plan_layout(
         if not isinstance(index.entries[key], TensorEntry)
     }
     if single_file is not None:
-        files = (ExportFile(single_file, tuple(tensors)),)
-        return ExportLayout(format, files, None, values, choice)
+        only = ExportFile(single_file, tuple(tensors))
+        return ExportLayout(format, (only,), None, values, choice)
     stem, suffix, index_name = _NAMES[format]
     groups = _split(tensors, max_file_num_bytes)
     if len(groups) == 1:

@@ -70,10 +70,7 @@ def choose(
     entries that would get one name.
     """
     left_out: dict[str, str] = {}
-    if only:
-        keys = _selected(index, only, left_out)
-    else:
-        keys = list(index.entries)
+    keys = _selected(index, only, left_out) if only else list(index.entries)
     by_default = not (everything or only)
     if by_default:
         keys = _model_keys(index, keys, left_out)

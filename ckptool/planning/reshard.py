@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.formats.safetensors_shards import PAYLOAD
-from ckptool.model import Box, Chunk, Index, TensorEntry, ValueEntry
+from ckptool.model import Box, Chunk, Index, TensorEntry
 from ckptool.planning.boxes import chunk_rows, intersect
 
 __all__ = ["NewChunk", "ReshardLayout", "plan_layout", "rank_bound_keys"]

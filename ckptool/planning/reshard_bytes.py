@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from ckptool.formats.dcp_item import ItemFraming, encode_item
 from ckptool.layout import shard_file_name
 from ckptool.model import Chunk, Chunks, Entry, Extent, Index, Item, TensorEntry, ValueEntry
-from ckptool.planning.plan import Check, Copy, Literal, Output, Payload, Plan, Segment, Tail
+from ckptool.planning.plan import Copy, Literal, Output, Payload, Plan, Segment, Tail
 from ckptool.planning.reshard import NewChunk, ReshardLayout
 from ckptool.planning.sources import Source
 from ckptool.planning.tensor_bytes import region_segments
 
-__all__ = ["ItemTail", "ReshardBytes", "ordered_chunks", "plan_bytes"]
+__all__ = ["ItemTail", "ReshardBytes", "items_by_file", "moved", "ordered_chunks", "plan_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,13 @@ class ReshardBytes:
     """The plan, and the index of the checkpoint that it makes.
 
     ``streams``: wrapped items that are kept; to prove them they must be read as a stream.
+    ``fresh``: the items that are made anew, those that may be compressed.
     """
 
     plan: Plan
     index: Index
     streams: tuple[Payload, ...]
+    fresh: frozenset[Item]
 
 
 def ordered_chunks(index: Index, layout: ReshardLayout) -> list[list[tuple[NewChunk, Item | None]]]:
@@ -63,6 +65,7 @@ def plan_bytes(
     placed: dict[str, list[Chunk]] = {}
     new_values: dict[str, ValueEntry] = {}
     streams: dict[int, Payload] = {}
+    fresh: set[Item] = set()
     for rank, rows in enumerate(ordered_chunks(index, layout)):
         file = _File(shard_file_name(rank, 0))
         if rank == 0:
@@ -81,6 +84,7 @@ def plan_bytes(
                 entry = index.entries[chunk.entry]
                 assert isinstance(entry, TensorEntry)
                 item = file.new(entry, chunk, used)
+                fresh.add(item)
             placed.setdefault(chunk.entry, []).append(Chunk(chunk.box, item))
         if file.segments:
             outputs.append(Output.of(file.name, file.segments))
@@ -89,7 +93,36 @@ def plan_bytes(
         Plan(tuple(outputs), checks),
         _new_index(index, placed, new_values),
         tuple(streams.values()),
+        frozenset(fresh),
     )
+
+
+def items_by_file(index: Index) -> dict[str, list[Item]]:
+    """All items of an index, by file and in the order of their bytes."""
+    files: dict[str, list[Item]] = {}
+    for entry in index.entries.values():
+        items = [entry.item] if isinstance(entry, ValueEntry) else [c.item for c in entry.chunks]
+        for item in items:
+            if item is not None:
+                files.setdefault(item.file, []).append(item)
+    return {file: sorted(items, key=lambda item: item.offset) for file, items in files.items()}
+
+
+def moved(index: Index, placed: Mapping[Item, Item]) -> Index:
+    """The index with every item where it ended up."""
+    entries: dict[str, Entry] = {}
+    for key, entry in index.entries.items():
+        if isinstance(entry, ValueEntry):
+            assert entry.item is not None
+            entries[key] = replace(entry, item=placed[entry.item])
+        else:
+            chunks = [
+                Chunk(chunk.box, placed[chunk.item])
+                for chunk in entry.chunks
+                if chunk.item is not None
+            ]
+            entries[key] = replace(entry, chunks=Chunks.of(chunks, num_dims=len(entry.shape)))
+    return replace(index, entries=entries)
 
 
 class _File:

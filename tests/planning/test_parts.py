@@ -1,5 +1,6 @@
 """Cutting outputs into parts: parts tile the output, and keep every bound of the store."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -59,7 +60,7 @@ def test_parts_tile_the_output_and_keep_the_minimum(output, part_bytes, min_byte
     )
     assert steps[0].start == 0
     assert steps[-1].end == output.num_bytes
-    assert all(a.end == b.start for a, b in zip(steps, steps[1:], strict=False))
+    assert all(a.end == b.start for a, b in itertools.pairwise(steps))
     assert [step.number for step in steps] == list(range(len(steps)))
     assert all(step.num_bytes >= min_bytes for step in steps[:-1])
     for step in steps:

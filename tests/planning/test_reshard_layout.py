@@ -1,5 +1,7 @@
 """Reshard layouts: any grid of chunks, any number of ranks; covers are exact."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ F32 = dtype_named("float32")
 def _cuts(draw, size):
     inner = draw(st.lists(st.integers(0, size), max_size=3))
     edges = [0, *sorted(inner), size]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 @st.composite
