@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptool.dtypes import DType
 from ckptool.errors import CkptoolError, DamagedError, UnsupportedError
@@ -126,11 +126,13 @@ def parse_tensor_item(*, length: int, head: bytes, tail: bytes = b"") -> TensorI
 
 @dataclass(frozen=True, slots=True)
 class ItemFraming:
-    """All bytes of an item but its payload; picklable.
+    """All bytes of an item but its payload; a pickle of it is small.
 
     ``head`` is all that stands before the payload, which starts at a multiple of 64.
     """
 
+    dtype: DType
+    shape: tuple[int, ...]
     head: bytes
     archive: Archive
 
@@ -148,15 +150,15 @@ class ItemFraming:
 
     def tail(self, crc32: int) -> bytes:
         """All that stands behind the payload, whose CRC-32 is given."""
-        return self.archive.framing(1, [crc32])
+        return self.archive.ending([crc32])
+
+    def __reduce__(self) -> Any:
+        return _item_framing, (self.dtype, self.shape)
 
 
-@lru_cache(maxsize=256)
 def encode_item(*, dtype: DType, shape: tuple[int, ...]) -> ItemFraming:
     """What torch 2.13's ``torch.save`` writes around a contiguous CPU tensor, byte for byte."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    archive = plan_archive(torch_records(tensor_pickle(dtype, shape), {"0": num_bytes}))
-    return ItemFraming(archive.framing(0, []), archive)
+    return _item_framing(dtype, shape)
 
 
 class StorageRange(NamedTuple):
@@ -201,7 +203,7 @@ def encode_value_item(pickle_bytes: bytes, *, storages: Mapping[str, bytes] | No
     """The item of a value as ``torch.save`` writes it, with its tensors' bytes by record name."""
     contents: dict[str, bytes | int] = dict(storages or {})
     archive = plan_archive(torch_records(pickle_bytes, contents))
-    return archive.framing(0, [])
+    return archive.head
 
 
 def check_item(data: bytes) -> list[CkptoolError]:
@@ -237,6 +239,13 @@ def _check_byteorder(stored: StoredZip) -> None:
                 f"the item's byte order is {order.decode('utf-8', 'replace')!r}, not 'little'",
                 hint="save it again on a little-endian machine",
             )
+
+
+@lru_cache(maxsize=1024)
+def _item_framing(dtype: DType, shape: tuple[int, ...]) -> ItemFraming:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    archive = plan_archive(torch_records(tensor_pickle(dtype, shape), {"0": num_bytes}))
+    return ItemFraming(dtype, shape, archive.head, archive)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from ckptool.dtypes import DType
 from ckptool.errors import UsageError
 from ckptool.formats.plain_values import TensorRef, encode_value
 from ckptool.formats.tensor_pickle import contiguous_strides
-from ckptool.formats.zip_archive import Archive, plan_archive, torch_records
+from ckptool.formats.zip_archive import Archive, Between, Ending, plan_archive, torch_records
 
 __all__ = [
     "Literal",
@@ -66,13 +66,12 @@ class Tail:
     num_bytes: int
     needs: tuple[str, ...]
     offset: int
-    archive: Archive
-    number: int
+    encoder: Between | Ending
 
     def encode(self, crcs: Sequence[int]) -> bytes:
         """The bytes, from one CRC-32 for each of ``needs`` in that order."""
         assert len(crcs) == len(self.needs)
-        return self.archive.framing(self.number, crcs)
+        return self.encoder(crcs)
 
 
 Segment: TypeAlias = "Literal | Payload | Tail"
@@ -149,14 +148,14 @@ def _with_refs(tree: Any) -> Any:
 
 
 def _segments(archive: Archive, keys: Sequence[str]) -> list[Segment]:
-    head = archive.framing(0, [])
+    head = archive.head
     segments: list[Segment] = [Literal(head, 0)]
     at = len(head)
-    for number, key in enumerate(keys, 1):
-        num_bytes = archive.records[archive.payloads[number - 1]].num_bytes
+    for number, key in enumerate(keys):
+        num_bytes = archive.records[archive.payloads[number]].num_bytes
         segments.append(Payload(key, num_bytes, at))
-        start, end = archive.framing_range(number)
-        needs = tuple(keys) if number == len(keys) else (key,)
-        segments.append(Tail(end - start, needs, start, archive, number))
-        at = end
+        after = archive.after(number)
+        needs = (key,) if isinstance(after, Between) else tuple(keys)
+        segments.append(Tail(after.num_bytes, needs, at + num_bytes, after))
+        at += num_bytes + after.num_bytes
     return segments

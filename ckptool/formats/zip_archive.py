@@ -52,41 +52,31 @@ class Archive:
         index = self.payloads[number]
         return self.records[index].header_offset + len(self.pieces[index])
 
-    def framing_range(self, number: int) -> tuple[int, int]:
-        """Start and end of what stands before the payload of that number.
+    @property
+    def head(self) -> bytes:
+        """All that stands before the first payload; the whole zip where there is none."""
+        if not self.payloads:
+            return self._fixed(0, len(self.records) - 1) + self._closing({})
+        return self._fixed(0, self.payloads[0])
 
-        ``len(payloads)`` is what follows the last one.
-        """
-        start = 0
-        if number:
-            before = self.payloads[number - 1]
-            start = self.payload_offset(number - 1) + self.records[before].num_bytes
-        end = self.length if number == len(self.payloads) else self.payload_offset(number)
-        return start, end
+    def after(self, number: int) -> Between | Ending:
+        """What stands behind the payload of that number: bytes that need CRC-32s."""
+        index = self.payloads[number]
+        if number + 1 == len(self.payloads):
+            return Ending(self)
+        return Between(self.records[index], self._fixed(index + 1, self.payloads[number + 1]))
 
-    def framing(self, number: int, crcs: Sequence[int]) -> bytes:
-        """The bytes of ``framing_range``.
+    def ending(self, crcs: Sequence[int]) -> bytes:
+        """All that stands behind the last payload; ``crcs`` are those of all payloads."""
+        last = self.payloads[-1]
+        fixed = self._fixed(last + 1, len(self.records) - 1)
+        closing = self._closing(dict(zip(self.payloads, crcs, strict=True)))
+        return descriptor(self.records[last], crc32=crcs[-1]) + fixed + closing
 
-        ``crcs`` has the CRC-32 of the payload before it; for what follows the last payload,
-        those of all.
-        """
-        first = self.payloads[number - 1] if number else 0
-        parts = [descriptor(self.records[first], crc32=crcs[-1])] if number else []
-        at = first + 1 if number else 0
-        last = number == len(self.payloads)
-        end = len(self.records) - 1 if last else self.payloads[number]
-        for record, piece in zip(self.records[at:end], self.pieces[at:end], strict=True):
-            parts += [piece, descriptor(record, crc32=record.crc32 or 0)]
-        parts.append(self.pieces[end])
-        if last:
-            parts.append(self._ending(crcs))
-        return b"".join(parts)
-
-    def _ending(self, crcs: Sequence[int]) -> bytes:
+    def _closing(self, crcs: Mapping[int, int]) -> bytes:
         """Serialization id, directory and ends."""
-        known = dict(zip(self.payloads, crcs, strict=True))
         *records, ident = (
-            replace(record, crc32=known.get(index, record.crc32))
+            replace(record, crc32=crcs.get(index, record.crc32))
             for index, record in enumerate(self.records)
         )
         text = _serialization_id(records)
@@ -96,8 +86,46 @@ class Archive:
             directory_num_bytes=self.directory_num_bytes,
             num_records=len(self.records),
         )
-        tail = descriptor(ident, crc32=crc32(text))
-        return text + tail + directory([*records, ident]) + ends
+        closed = text + descriptor(ident, crc32=crc32(text))
+        return closed + directory([*records, ident]) + ends
+
+    def _fixed(self, start: int, end: int) -> bytes:
+        """Records from ``start`` (inclusive) to ``end`` (exclusive), and the header of ``end``."""
+        parts = []
+        for record, piece in zip(self.records[start:end], self.pieces[start:end], strict=True):
+            parts += [piece, descriptor(record, crc32=record.crc32 or 0)]
+        return b"".join([*parts, self.pieces[end]])
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What stands between two payloads; needs the CRC-32 of the first."""
+
+    record: Record
+    fixed: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.num_descriptor_bytes + len(self.fixed)
+
+    def __call__(self, crcs: Sequence[int]) -> bytes:
+        return descriptor(self.record, crc32=crcs[0]) + self.fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What stands behind the last payload; needs the CRC-32s of all."""
+
+    archive: Archive
+
+    @property
+    def num_bytes(self) -> int:
+        archive = self.archive
+        last = archive.records[archive.payloads[-1]]
+        return archive.length - archive.payload_offset(-1) - last.num_bytes
+
+    def __call__(self, crcs: Sequence[int]) -> bytes:
+        return self.archive.ending(crcs)
 
 
 def torch_records(

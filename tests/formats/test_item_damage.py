@@ -122,7 +122,7 @@ def test_encrypted_records_are_unsupported(at: int) -> None:
 
 
 def with_records(*records: tuple[str, bytes]) -> bytes:
-    return plan_archive(list(records)).framing(0, [])
+    return plan_archive(list(records)).head
 
 
 def test_a_big_endian_item_is_unsupported() -> None:
@@ -182,9 +182,9 @@ def test_no_item_makes_us_read_a_payload() -> None:
     """A pickle that claims to stand in the middle of 1 TiB is damage, not a wish for more."""
     length = 1 << 40
     archive = plan_archive([("data/0", length), ("data.pkl", b"1234"), ("data/1", length)])
-    tail = archive.framing(2, [1, 2])
+    tail = archive.ending([1, 2])
     with pytest.raises(DamagedError, match="far from both ends"):
-        parse_tensor_item(length=archive.length, head=archive.framing(0, []), tail=tail)
+        parse_tensor_item(length=archive.length, head=archive.head, tail=tail)
 
 
 def test_one_flipped_payload_bit_is_found() -> None:

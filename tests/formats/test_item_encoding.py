@@ -83,6 +83,7 @@ def test_framing_travels_between_processes() -> None:
     again = pickle.loads(pickle.dumps(framing))
     assert again == framing
     assert again.tail(123) == framing.tail(123)
+    assert len(pickle.dumps(framing)) < 300
 
 
 class _Sink:

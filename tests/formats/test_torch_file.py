@@ -18,7 +18,14 @@ from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_item import check_item
 from ckptool.formats.nesting import nest
 from ckptool.formats.plain_values import NotPlain, TensorRef
-from ckptool.formats.torch_file import Literal, Payload, TensorSpec, TorchFile, plan_torch_file
+from ckptool.formats.torch_file import (
+    Literal,
+    Payload,
+    Tail,
+    TensorSpec,
+    TorchFile,
+    plan_torch_file,
+)
 
 torch = pytest.importorskip("torch")
 nested_dict = pytest.importorskip("torch.distributed.checkpoint._nested_dict")
@@ -81,6 +88,13 @@ def test_payloads_are_aligned_and_the_plan_travels() -> None:
     plan = plan_torch_file({str(n): TensorSpec(str(n), F32, (n,)) for n in range(1, 6)})
     assert [payload.offset % 64 for payload in plan.payloads] == [0] * 5
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_segment_between_payloads_travels_alone() -> None:
+    """A step of a plan carries its own segment, not the whole file's directory."""
+    plan = plan_torch_file({str(n): TensorSpec(str(n), F32, (3,)) for n in range(200)})
+    tails = [segment for segment in plan.segments if isinstance(segment, Tail)]
+    assert max(len(pickle.dumps(tail)) for tail in tails[:-1]) < 1000
 
 
 def test_a_file_without_tensors_is_one_literal() -> None:
