@@ -39,6 +39,7 @@ __all__ = [
 _PROBE_NUM_BYTES = 4096
 _MAX_FRAMING_NUM_BYTES = 16384
 _MAX_PICKLE_NUM_BYTES = 1 << 20
+_MAX_CACHED_NUM_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +249,18 @@ def _item_framing(dtype: DType, shape: tuple[int, ...]) -> ItemFraming:
     return ItemFraming(dtype, shape, archive.head, archive)
 
 
-@lru_cache(maxsize=4096)
 def _tensor_ref(data_pkl: bytes) -> TensorRef:
     """The tensor that the pickle of an item tells; many items have equal pickles."""
+    small = len(data_pkl) <= _MAX_CACHED_NUM_BYTES
+    return _small_tensor_ref(data_pkl) if small else _decode_tensor(data_pkl)
+
+
+@lru_cache(maxsize=4096)
+def _small_tensor_ref(data_pkl: bytes) -> TensorRef:
+    return _decode_tensor(data_pkl)
+
+
+def _decode_tensor(data_pkl: bytes) -> TensorRef:
     try:
         value = decode_value(data_pkl)
     except NotPlain as error:
@@ -261,6 +271,6 @@ def _tensor_ref(data_pkl: bytes) -> TensorRef:
         ) from error
     if not isinstance(value, TensorRef):
         raise DamagedError(
-            f"the item holds a {type(value).__name__} where the index says a tensor is"
+            f"the item holds a value ({type(value).__name__}) where a tensor is expected"
         )
     return value

@@ -137,7 +137,7 @@ def test_a_big_endian_item_is_unsupported() -> None:
 
 def test_a_value_where_a_tensor_is_expected_is_damage() -> None:
     """The item of a value does not pass for a tensor."""
-    with pytest.raises(DamagedError, match="holds a int"):
+    with pytest.raises(DamagedError, match=r"holds a value \(int\)"):
         parse(encode_value_item(b"\x80\x02K\x0c."))
 
 

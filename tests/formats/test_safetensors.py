@@ -62,6 +62,25 @@ def test_headers_equal_the_serializers_own() -> None:
     assert read.metadata == {"format": "pt"}
 
 
+def test_the_library_opens_what_we_write() -> None:
+    """Headers of ours in front of payloads: every tensor comes out of the library as it went in."""
+    torch = pytest.importorskip("torch")
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "a": torch.arange(3, dtype=torch.int8),
+        "s": torch.tensor(True),
+        "e": torch.zeros(0, 4, dtype=torch.float16),
+    }
+    dtypes = {name: dtype_named(str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    specs = {name: (dtypes[name], tuple(t.shape)) for name, t in tensors.items()}
+    header, offsets = encode_header(specs, metadata={"format": "pt"})
+    data = header + b"".join(tensors[name].numpy().tobytes() for name in offsets)
+    again = library.load(data)
+    assert set(again) == set(tensors)
+    assert all(torch.equal(again[name], t) for name, t in tensors.items())
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(
