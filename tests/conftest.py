@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from s3_faults import FaultProxy
 from s3_server import S3Server
 
 
@@ -35,3 +36,10 @@ def s3_options(s3_server: S3Server) -> dict[str, Any]:
 def s3_url(s3_bucket: str) -> str:
     """A prefix that no other test uses."""
     return f"s3://{s3_bucket}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    """A proxy in front of the server that fails as the test tells it to."""
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy

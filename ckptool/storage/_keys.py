@@ -30,7 +30,7 @@ def check_key(key: str) -> str:
 
 def split_s3_url(url: str) -> tuple[str, str]:
     """Bucket (or access point) and key of ``s3://bucket/key``."""
-    path = url.split("://", 1)[1].strip("/")
+    path = url.split("://", 1)[1].rstrip("/")
     arn = _ARN.fullmatch(path)
     bucket, key = arn.groups() if arn else (path.partition("/")[0], path.partition("/")[2])
     if not bucket:

@@ -105,11 +105,12 @@ _rule(
 )
 _rule(
     _CODES,
-    "AccessDenied Forbidden AllAccessDisabled 403 MethodNotAllowed 405 InvalidObjectState",
+    "AccessDenied AllAccessDisabled MethodNotAllowed 405 InvalidObjectState",
     Failure.FINAL,
     AccessError,
     _RIGHTS,
 )
+_rule(_CODES, "403 Forbidden", Failure.FINAL, AccessError, f"{_KEYS}, and what they may do")
 _rule(
     _CODES,
     "InvalidPayer",

@@ -85,6 +85,9 @@ class FsspecStore:
         root = root.rstrip("/") or root[:1]
         return cls(filesystem, root, url=url.rstrip("/"), options=given, deadline_s=deadline_s)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a store holds secrets: send its recipe() and open_recipe() it there")
+
     def __repr__(self) -> str:
         return f"FsspecStore({self.url!r})"
 

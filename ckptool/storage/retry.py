@@ -20,7 +20,7 @@ DEADLINE_S = 300.0
 
 _FIRST_DELAY_S = 0.1
 _BRIEF_TRIES = 7
-_UNREACHABLE_S = 10.0
+_UNREACHABLE_S = 6.0
 
 _log = logging.getLogger("ckptool.storage")
 
@@ -30,7 +30,7 @@ class Patience:
     """The tries of one request: delays double from 0.1 s, jittered, until ``deadline_s``.
 
     The longest delay is an eighth of the deadline, so that at least six tries fit. An endpoint
-    that never answered (``reached`` is False) is given up after 10 s: its address is wrong.
+    that never answered (``reached`` is False) is given up after 6 s: its address is wrong.
     """
 
     deadline_s: float

@@ -283,7 +283,6 @@ class S3Store:
 
     def _pages(self, prefix: str, **more: Any) -> Iterator[Mapping[str, Any]]:
         where = self.url_of(prefix)
-        self.client.require_bucket(self.bucket, verb="list", where=where)
         token: dict[str, Any] = {}
         while True:
             page = self.client.call(
@@ -295,6 +294,8 @@ class S3Store:
                 **token,
                 **more,
             )
+            if not page.get("KeyCount", 1):
+                self.client.require_bucket(self.bucket, verb="list", where=where)
             yield page
             if not page.get("IsTruncated"):
                 return

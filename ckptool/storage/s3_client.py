@@ -66,6 +66,9 @@ class S3Client:
         self._reached = False
         self._known_buckets: set[str] = set()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a store holds secrets: send its recipe() and open_recipe() it there")
+
     @property
     def endpoint(self) -> str | None:
         """The endpoint that the user gave, None for AWS's own."""
@@ -128,7 +131,11 @@ class S3Client:
         """A single try of one API call, with what the user adds to every request."""
         filesystem = self._filesystem()
         try:
-            answer = await filesystem._call_s3(method, **filesystem.req_kw, **kwargs)
+            await filesystem.set_session()
+            client = await filesystem.get_s3(kwargs.get("Bucket"))
+            function = getattr(client, method)
+            given = filesystem._get_s3_method_kwargs(function, filesystem.req_kw, **kwargs)
+            answer = await function(**given)
         except Exception as exc:
             self._reached = self._reached or error_code(exc) is not None
             raise
@@ -164,7 +171,6 @@ class S3Client:
                 filesystem = self._by_pid.get(pid)
                 if filesystem is None:
                     filesystem = s3fs.S3FileSystem(**self._passed)
-                    filesystem.retries = 1
                     self._by_pid[pid] = filesystem
         return filesystem
 
@@ -183,7 +189,7 @@ def _tuned_config(given: Mapping[str, Any], deadline_s: float) -> dict[str, Any]
     config = dict(given)
     config.setdefault("max_pool_connections", _POOL_CONNECTIONS)
     config.setdefault("retries", {"total_max_attempts": 1})
-    config.setdefault("read_timeout", min(60.0, max(5.0, deadline_s / 6)))
+    config.setdefault("read_timeout", min(60.0, max(10.0, deadline_s / 6)))
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     for name, variable in _CHECKSUM_SETTINGS.items():
         if variable not in os.environ and name in Config.OPTION_DEFAULTS:
