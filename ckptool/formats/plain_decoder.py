@@ -143,8 +143,8 @@ def _tensor(
         shape=_dims(size, "a tensor's shape"),
         strides=_dims(strides, "a tensor's strides"),
         storage_offset=_dims((offset,), "a storage offset")[0],
-        conj=bool(flags.get("conj")),
-        neg=bool(flags.get("neg")),
+        conj="conj" in flags,  # torch takes a flag that is there as set, whatever its value
+        neg="neg" in flags,
         requires_grad=bool(requires_grad),
         device=storage.device,
     )

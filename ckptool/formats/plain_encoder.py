@@ -257,7 +257,9 @@ def _save_tensor(e: _Encoder, value: TensorRef, depth: int) -> None:
     if ref.dtype.storage_class is None:
         e.find("torch", ref.dtype.name)
     if ref.conj or ref.neg:
-        e.save({"conj": ref.conj, "neg": ref.neg}, depth)
+        # torch takes a flag that is there as set, whatever its value
+        flags = {"conj": ref.conj, "neg": ref.neg}
+        e.save({name: True for name, is_set in flags.items() if is_set}, depth)
     e.emit(b"tR")
     if ref.is_parameter:
         e.save(ref.requires_grad, depth)
