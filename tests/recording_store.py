@@ -16,6 +16,7 @@ from ckptool.storage import (
     ObjectInfo,
     PartLimits,
     PartReceipt,
+    PendingUpload,
     Store,
     StoreRecipe,
     StreamWriter,
@@ -112,6 +113,14 @@ class RecordingStore:
     def attach_assembly(self, key: str, token: str, *, num_bytes: int) -> RecordingAssembly:
         inner = self.inner.attach_assembly(key, token, num_bytes=num_bytes)
         return RecordingAssembly(self, key, inner)
+
+    def list_uploads(self, prefix: str = "") -> Sequence[PendingUpload]:
+        self.record("list", prefix)
+        return self.inner.list_uploads(prefix)
+
+    def abort_upload(self, key: str, token: str) -> None:
+        self.record("abort", key)
+        self.inner.abort_upload(key, token)
 
     def delete(self, key: str) -> None:
         self.record("delete", key)

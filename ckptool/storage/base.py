@@ -21,10 +21,12 @@ __all__ = [
     "Assembly",
     "Buffer",
     "Capabilities",
+    "CopyingAssembly",
     "Listing",
     "ObjectInfo",
     "PartLimits",
     "PartReceipt",
+    "PendingUpload",
     "Store",
     "StoreRecipe",
     "StreamWriter",
@@ -119,6 +121,28 @@ class Assembly(Protocol):
         """Leave nothing behind; safe to call twice."""
 
 
+class CopyingAssembly(Assembly, Protocol):
+    """What an assembly of a store with ``server_copy`` also can."""
+
+    def copy_part(self, number: int, source_url: str, *, start: int, end: int) -> PartReceipt:
+        """A part that the server copies from bytes ``[start, end)`` of another object.
+
+        ``checksum`` is the CRC-32 that the server computed of it, None where it gives none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    """An object that somebody began to write and neither committed nor aborted.
+
+    ``token`` is the ``Assembly.token``; ``started`` in UTC, None where the store does not say.
+    """
+
+    key: str
+    token: str
+    started: datetime | None
+
+
 class Store(Protocol):
     """Objects under one root."""
 
@@ -170,6 +194,12 @@ class Store(Protocol):
 
     def attach_assembly(self, key: str, token: str, *, num_bytes: int) -> Assembly:
         """The same assembly, opened by another process."""
+
+    def list_uploads(self, prefix: str = "") -> Sequence[PendingUpload]:
+        """What was begun below ``prefix`` (a folder) and not finished, by live writers or dead."""
+
+    def abort_upload(self, key: str, token: str) -> None:
+        """Drop what a writer left; one that is gone is no error."""
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""

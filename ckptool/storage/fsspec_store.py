@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -32,11 +31,12 @@ from ckptool.storage.base import (
     Listing,
     ObjectInfo,
     PartLimits,
-    PartReceipt,
+    PendingUpload,
     StoreRecipe,
 )
 from ckptool.storage.errors import translate
-from ckptool.storage.parts import check_parts, wrong_size
+from ckptool.storage.fsspec_writers import ASSEMBLIES, MemoryAssembly, SpooledStream
+from ckptool.storage.parts import wrong_size
 from ckptool.storage.retry import DEADLINE_S, Patience, retry
 
 __all__ = ["FsspecStore"]
@@ -44,7 +44,6 @@ __all__ = ["FsspecStore"]
 T = TypeVar("T")
 
 _LIMITS = PartLimits(min_bytes=1, max_bytes=2**62, max_parts=2**31, preferred_bytes=16 * 2**20)
-_ASSEMBLIES: dict[str, bytearray] = {}
 
 
 class FsspecStore:
@@ -164,7 +163,11 @@ class FsspecStore:
         return self._try("read", key, attempt)
 
     def read_many(self, extents: Sequence[Extent]) -> Sequence[bytes]:
-        return [self.read(e.key, start=e.start, end=e.end) for e in extents]
+        if not self._fs.async_impl:
+            return [self.read(e.key, start=e.start, end=e.end) for e in extents]
+        wanted = [extent for extent in extents if extent.num_bytes]
+        found = iter(self._read_ranges(wanted) if wanted else ())
+        return [next(found) if extent.num_bytes else b"" for extent in extents]
 
     def read_into(self, extent: Extent, buffer: memoryview) -> None:
         buffer.cast("B")[:] = self.read(extent.key, start=extent.start, end=extent.end)
@@ -193,16 +196,22 @@ class FsspecStore:
                 hint="write it as a stream",
             )
         token = secrets.token_hex(8)
-        _ASSEMBLIES[token] = bytearray(num_bytes)
+        ASSEMBLIES[token] = bytearray(num_bytes)
         return MemoryAssembly(self, check_key(key), token)
 
     def attach_assembly(self, key: str, token: str, *, num_bytes: int) -> Assembly:
-        if token not in _ASSEMBLIES:
+        if token not in ASSEMBLIES:
             raise StorageError(
                 f"{self.url_of(key)} is not being written by this process",
                 hint="memory:// is seen by one process only: use threads",
             )
         return MemoryAssembly(self, check_key(key), token)
+
+    def list_uploads(self, prefix: str = "") -> Sequence[PendingUpload]:
+        return ()
+
+    def abort_upload(self, key: str, token: str) -> None:
+        ASSEMBLIES.pop(token, None)
 
     def delete(self, key: str) -> None:
         path = self._path(check_key(key))
@@ -225,6 +234,21 @@ class FsspecStore:
 
         self._try("write", key, lambda: self._write(path, attempt))
         return self._check_size(key, num_bytes)
+
+    def _read_ranges(self, extents: Sequence[Extent]) -> Sequence[bytes]:
+        """Several ranges at once, where the file system can."""
+        paths = [self._path(check_key(extent.key)) for extent in extents]
+        starts = [extent.start for extent in extents]
+        ends = [extent.end for extent in extents]
+
+        def attempt() -> Sequence[bytes]:
+            found = self._fs.cat_ranges(paths, starts, ends, on_error="raise")
+            for extent, data in zip(extents, found, strict=True):
+                if len(data) != extent.num_bytes:
+                    raise self._short(extent.key, extent.start, extent.end, len(data))
+            return cast("Sequence[bytes]", found)
+
+        return self._try("read", extents[0].key, attempt)
 
     def _write(self, path: str, write: Callable[[], Any]) -> None:
         if not self._in_memory:
@@ -269,73 +293,6 @@ class FsspecStore:
             return retry(attempt, patience=Patience(self._deadline_s), what=f"{verb} {where}")
         except Exception as exc:
             raise translate(exc, verb=verb, where=where) from exc
-
-
-class SpooledStream:
-    """A stream that is kept in a temporary file until commit."""
-
-    def __init__(self, store: FsspecStore, key: str) -> None:
-        self._store = store
-        self._key = key
-        self._file = tempfile.NamedTemporaryFile(prefix="ckptool-")  # noqa: SIM115
-        self._num_bytes = 0
-
-    def write(self, data: Buffer) -> None:
-        try:
-            self._num_bytes += self._file.write(data)
-        except OSError as exc:
-            raise translate(exc, verb="write", where=self._file.name) from exc
-
-    def commit(self) -> ObjectInfo:
-        with self._closing():
-            self._file.flush()
-            return self._store.upload_file(self._key, self._file, num_bytes=self._num_bytes)
-
-    def abort(self) -> None:
-        self._file.close()
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._file.close()
-
-
-class MemoryAssembly:
-    """Parts placed in a buffer of this process."""
-
-    def __init__(self, store: FsspecStore, key: str, token: str) -> None:
-        self._store = store
-        self._key = key
-        self._token = token
-
-    @property
-    def token(self) -> str:
-        return self._token
-
-    def write_part(
-        self, number: int, offset: int, data: Buffer, *, crc32: int | None = None
-    ) -> PartReceipt:
-        view = memoryview(data).cast("B")
-        target = _ASSEMBLIES[self._token]
-        if offset + len(view) > len(target):
-            raise StorageError(
-                f"part {number} ends at byte {offset + len(view)} of "
-                f"{self._store.url_of(self._key)}, which has {len(target)}"
-            )
-        target[offset : offset + len(view)] = view
-        return PartReceipt(number, len(view))
-
-    def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
-        buffer = _ASSEMBLIES[self._token]
-        check_parts(parts, num_bytes=len(buffer), where=self._store.url_of(self._key))
-        info = self._store.put(self._key, buffer)
-        self.abort()
-        return info
-
-    def abort(self) -> None:
-        _ASSEMBLIES.pop(self._token, None)
 
 
 def _public(url: str) -> str:

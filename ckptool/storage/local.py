@@ -23,6 +23,7 @@ from ckptool.storage.base import (
     Listing,
     ObjectInfo,
     PartLimits,
+    PendingUpload,
     StoreRecipe,
 )
 from ckptool.storage.errors import translate
@@ -31,6 +32,7 @@ from ckptool.storage.local_writers import (
     LocalStream,
     is_hidden_name,
     publish,
+    split_hidden_name,
     sync_folder,
     write_hidden,
 )
@@ -144,6 +146,21 @@ class LocalStore:
 
     def attach_assembly(self, key: str, token: str, *, num_bytes: int) -> LocalAssembly:
         return LocalAssembly(self, key, path=self._path(key), token=token, num_bytes=num_bytes)
+
+    def list_uploads(self, prefix: str = "") -> Sequence[PendingUpload]:
+        found: list[PendingUpload] = []
+        root = self._folder(prefix)
+        with self._translated("list", prefix):
+            for folder, _, names in os.walk(root):
+                below = join(prefix, folder[len(root) :])
+                for name, token in map(split_hidden_name, names):
+                    if token is not None:
+                        found.append(PendingUpload(join(below, name), token, None))
+        return found
+
+    def abort_upload(self, key: str, token: str) -> None:
+        with self._translated("abort", key):
+            self.attach_assembly(key, token, num_bytes=0).abort()
 
     def delete(self, key: str) -> None:
         path = self._path(key)

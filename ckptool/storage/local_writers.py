@@ -23,11 +23,12 @@ __all__ = [
     "LocalStream",
     "is_hidden_name",
     "publish",
+    "split_hidden_name",
     "sync_folder",
     "write_hidden",
 ]
 
-_HIDDEN = re.compile(r"\..*\.[0-9a-f]{16}\.ckptool-part")
+_HIDDEN = re.compile(r"\.(.*)\.([0-9a-f]{16})\.ckptool-part")
 _MAX_NAME_BYTES = 200
 _BUFFER_BYTES = 2**20
 
@@ -177,6 +178,12 @@ def hidden_path(path: str, token: str) -> str:
 def is_hidden_name(name: str) -> bool:
     """Whether a name is that of a file that is still being written."""
     return _HIDDEN.fullmatch(name) is not None
+
+
+def split_hidden_name(name: str) -> tuple[str, str | None]:
+    """The name that a hidden file is to get and its token; None for any other file."""
+    match = _HIDDEN.fullmatch(name)
+    return (match.group(1), match.group(2)) if match else (name, None)
 
 
 def write_hidden(path: str, data: Buffer, *, where: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from ckptool.errors import (
@@ -21,6 +19,7 @@ from ckptool.storage.base import (
     Listing,
     ObjectInfo,
     PartLimits,
+    PendingUpload,
     StoreRecipe,
 )
 from ckptool.storage.errors import error_code, rejects_checksums
@@ -29,24 +28,12 @@ from ckptool.storage.s3_client import S3Client
 from ckptool.storage.s3_read import read_extent
 from ckptool.storage.s3_writers import S3Assembly, S3Stream, checksum_fields, crc32_of
 
-__all__ = ["PendingUpload", "S3Store"]
+__all__ = ["S3Store"]
 
 _LIMITS = PartLimits(
     min_bytes=5 * 2**20, max_bytes=5 * 2**30, max_parts=10_000, preferred_bytes=16 * 2**20
 )
 _READS_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PendingUpload:
-    """A multipart upload that was begun and neither committed nor aborted.
-
-    ``token`` is what ``Assembly.token`` was; ``started`` in UTC.
-    """
-
-    key: str
-    token: str
-    started: datetime | None
 
 
 class S3Store:
@@ -177,7 +164,6 @@ class S3Store:
         return StoreRecipe(self._url, self.client.options)
 
     def list_uploads(self, prefix: str = "") -> Sequence[PendingUpload]:
-        """Multipart uploads below ``prefix`` (a folder) that nobody finished."""
         found: list[PendingUpload] = []
         marker: dict[str, Any] = {}
         while True:
@@ -200,7 +186,6 @@ class S3Store:
             }
 
     def abort_upload(self, key: str, token: str) -> None:
-        """Drop a pending upload and its parts; one that is gone is no error."""
         self.attach_assembly(key, token, num_bytes=0).abort()
 
     def check_size(self, key: str, num_bytes: int) -> ObjectInfo:
