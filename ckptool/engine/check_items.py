@@ -60,7 +60,8 @@ Read: TypeAlias = Callable[[int, int], bytes]
 class Subject:
     """One item and what the index says of it; ``dtype`` and ``box`` are None for a value.
 
-    ``wants_crc``: the payload's CRC-32 is asked for even where nothing is there to compare.
+    ``known_crc`` is the payload's CRC-32 where the index keeps one. ``wants_crc``: it is asked
+    for even where nothing is there to compare.
     """
 
     id: int
@@ -68,7 +69,13 @@ class Subject:
     item: Item
     dtype: DType | None = None
     box: Box | None = None
+    known_crc: int | None = None
     wants_crc: bool = False
+
+    @property
+    def needs_crc(self) -> bool:
+        """Whether the payload is read even if its item does not say what it should be."""
+        return self.wants_crc or self.known_crc is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +235,7 @@ class _Checker:
         header = parse_tensor_item(length=len(data), head=data)
         start, end = header.payload_offset, header.payload_offset + header.payload_num_bytes
         crc = header.crc32
-        if crc is None and subject.wants_crc:
+        if crc is None and subject.needs_crc:
             crc = crc32(memoryview(data)[start:end])
         return _settled(subject, header, len(data), crc)
 
@@ -237,7 +244,7 @@ class _Checker:
         header, stored, num_bytes = _parse_ends(subject, read, length)
         findings = list(_check_framing(subject, stored, header))
         crc = header.crc32
-        if header.crc32 is not None or subject.wants_crc:
+        if header.crc32 is not None or subject.needs_crc:
             crc = self._crc(read, header.payload_offset, header.payload_num_bytes)
             num_bytes += header.payload_num_bytes
         if header.crc32 is not None and crc != header.crc32:
@@ -310,10 +317,15 @@ def _check_framing(subject: Subject, stored: StoredZip, header: TensorItem) -> I
 
 def _settled(subject: Subject, header: TensorItem, num_bytes: int, crc: int | None) -> Checked:
     """The comparison of sound headers with the index."""
-    findings = tuple(_compare(subject, header))
-    status = OK if header.crc32 is not None or not header.payload_num_bytes else UNVERIFIABLE
+    findings = list(_compare(subject, header))
+    known = subject.known_crc
+    if known is not None and crc is not None and known != crc:
+        what = f"its payload has CRC-32 {crc:#010x}, ckpt.index says {known:#010x}"
+        findings.append(_finding(subject, "other-payload", ERROR, what, header.payload_offset))
+    is_proved = known is not None or header.crc32 is not None or not header.payload_num_bytes
+    status = _worst(findings) if findings else OK if is_proved else UNVERIFIABLE
     own = crc if header.is_plain else None
-    return Checked(subject, _worst(findings) if findings else status, findings, num_bytes, own)
+    return Checked(subject, status, tuple(findings), num_bytes, own)
 
 
 def _compare(subject: Subject, header: TensorItem) -> Iterator[Finding]:

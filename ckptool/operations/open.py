@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import CkptoolError, DamagedError, NoCheckpointError, UnsupportedError
 from ckptool.layout import is_checkpoint_listing, is_committed, step_number
@@ -20,6 +20,9 @@ from ckptool.planning.findings import Finding
 from ckptool.storage import open_store
 from ckptool.storage.base import Listing, ObjectInfo, Store
 
+if TYPE_CHECKING:
+    from ckptool.formats.payloads import Payloads
+
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 
@@ -28,7 +31,8 @@ class Checkpoint:
     """A checkpoint whose index was read; ``store`` is rooted at its folder.
 
     ``objects`` are all that were listed in it; ``findings`` say where a manifest or a
-    ``ckpt.index`` disagrees with ``.metadata``, which wins.
+    ``ckpt.index`` disagrees with ``.metadata``, which wins. ``payloads`` are each tensor's
+    payload places and CRCs, None without a ``ckpt.index``.
     """
 
     url: str
@@ -39,6 +43,7 @@ class Checkpoint:
     manifest: Manifest | None
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    payloads: Mapping[str, Payloads] | None = None
 
     @property
     def form(self) -> str:
@@ -131,6 +136,7 @@ def _open(store: Store, level: Listing, *, notes: tuple[str, ...]) -> Checkpoint
         manifest=forms.manifest,
         findings=forms.findings,
         notes=(*notes, *forms.index.notes),
+        payloads=forms.payloads,
     )
 
 

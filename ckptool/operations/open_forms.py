@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptool.errors import CkptoolError, NoCheckpointError
 from ckptool.formats.crc import crc32
@@ -15,12 +16,16 @@ from ckptool.formats.dcp_metadata import merge_rank_local, read_metadata
 from ckptool.formats.partial_bytes import NeedMore
 from ckptool.formats.safetensors_file import SafetensorsHeader, parse_header
 from ckptool.formats.safetensors_shards import read_sharded_headers
-from ckptool.layout import MANIFEST_NAME, METADATA_NAME, step_number
+from ckptool.layout import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, step_number
 from ckptool.manifest import Manifest, read_manifest
 from ckptool.model import Chunk, Chunks, Entry, Extent, Index, TensorEntry
 from ckptool.operations.ls import RANK_LOCAL, state_of
 from ckptool.planning.findings import WARNING, Finding
 from ckptool.storage.base import Store
+
+if TYPE_CHECKING:
+    from ckptool.formats.ckpt_index import IndexFile
+    from ckptool.formats.payloads import Payloads
 
 __all__ = ["Forms", "is_safetensors_folder", "read_forms"]
 
@@ -35,6 +40,7 @@ class Forms:
     index: Index
     manifest: Manifest | None = None
     findings: tuple[Finding, ...] = ()
+    payloads: Mapping[str, Payloads] | None = None
 
 
 def is_safetensors_folder(sizes: Mapping[str, int]) -> bool:
@@ -58,14 +64,16 @@ def read_forms(store: Store, sizes: Mapping[str, int]) -> Forms:
 
 
 def _read_committed(store: Store, sizes: Mapping[str, int]) -> Forms:
-    names = [n for n in (METADATA_NAME, MANIFEST_NAME) if sizes.get(n)]
+    names = [n for n in (METADATA_NAME, MANIFEST_NAME, INDEX_NAME) if sizes.get(n)]
     data = dict(zip(names, _read_whole(store, sizes, names), strict=True))
     metadata = data[METADATA_NAME]
     manifest, findings = _read_manifest(data.get(MANIFEST_NAME), metadata)
-    index = read_metadata(metadata, name=METADATA_NAME)
+    file, more = _read_index(data.get(INDEX_NAME), metadata)
+    index = read_metadata(metadata, name=METADATA_NAME) if file is None else file.index
     if _has_bare_items(index):
         index = _with_header_places(store, sizes, index)
-    return Forms(index, manifest, tuple(findings))
+    payloads = None if file is None else file.payloads
+    return Forms(index, manifest, (*findings, *more), payloads)
 
 
 def _read_manifest(
@@ -79,6 +87,21 @@ def _read_manifest(
         return None, [_disagrees(MANIFEST_NAME, f"cannot be read: {error.message}")]
     said = manifest.metadata
     return manifest, list(_compare(MANIFEST_NAME, metadata, said.num_bytes, said.crc32))
+
+
+def _read_index(data: bytes | None, metadata: bytes) -> tuple[IndexFile | None, Sequence[Finding]]:
+    """A ``ckpt.index`` that goes with ``.metadata``, None where there is none that does."""
+    if data is None:
+        return None, ()
+    from ckptool.formats.ckpt_index import read_index
+
+    try:
+        file = read_index(data)
+    except CkptoolError as error:
+        return None, [_disagrees(INDEX_NAME, f"cannot be read: {error.message}")]
+    said = file.metadata
+    findings = list(_compare(INDEX_NAME, metadata, said.num_bytes, said.crc32))
+    return (None if findings else file), findings
 
 
 def _compare(name: str, metadata: bytes, num_bytes: int, crc: int | None) -> Iterator[Finding]:

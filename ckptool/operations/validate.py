@@ -204,7 +204,7 @@ def _read(
     num_bytes = int(ranges.length[rows].sum())
     progress.start("validate", num_bytes=num_bytes)
     try:
-        subjects = (_subject(ranges, i, replicas) for i in rows.tolist())
+        subjects = (_subject(checkpoint, ranges, i, replicas) for i in rows.tolist())
         for checked in check_items(checkpoint.store, subjects, jobs=jobs, max_memory=max_memory):
             counts[checked.status] += 1
             counts["bytes"] += checked.num_bytes
@@ -222,11 +222,21 @@ def _read(
     )
 
 
-def _subject(ranges: ItemRanges, i: int, replicas: _Replicas) -> Subject:
+def _subject(checkpoint: Checkpoint, ranges: ItemRanges, i: int, replicas: _Replicas) -> Subject:
     entry = ranges.entries[int(ranges.owner[i])]
-    key, box = ranges.whose(i)
-    dtype = entry.dtype if isinstance(entry, TensorEntry) else None
-    return Subject(i, key, ranges.item(i), dtype, box, wants_crc=replicas.has(i))
+    if not isinstance(entry, TensorEntry):
+        return Subject(i, entry.key, ranges.item(i))
+    row = int(ranges.row[i])
+    payloads = (checkpoint.payloads or {}).get(entry.key)
+    return Subject(
+        i,
+        entry.key,
+        ranges.item(i),
+        entry.dtype,
+        entry.chunks[row].box,
+        known_crc=None if payloads is None else payloads[row].crc32,
+        wants_crc=replicas.has(i),
+    )
 
 
 class _Replicas:

@@ -206,3 +206,17 @@ def test_a_failing_store_raises(store, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "read", refuse)
     with pytest.raises(AccessError):
         check(store, [subject(0, Item("a", 0, 10), np.zeros(4, np.float32))])
+
+
+def test_a_payload_that_the_index_does_not_know(store, tmp_path):
+    """A sound item in another's place is caught by the CRC-32 that the index keeps."""
+    array = np.arange(4, dtype=np.float32)
+    data = tensor_item(array)
+    (tmp_path / "f").write_bytes(data)
+    item = Item("f", 0, len(data))
+    right, wrong = crc32(array.tobytes()), crc32(b"another")
+    results = check(
+        store, [subject(0, item, array, known_crc=c) for c in (right, wrong)], max_memory=1 << 20
+    )
+    assert [r.status for r in results] == ["ok", "damaged"]
+    assert [f.code for f in results[1].findings] == ["other-payload"]

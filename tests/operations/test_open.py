@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from dcp_writer import save_plain, write_f4
+from dcp_writer import edited_metadata, save_plain, write_f4
 from recording_store import RecordingStore
 
 from ckptool.errors import DamagedError, NoCheckpointError
+from ckptool.formats.ckpt_index import write_index
 from ckptool.formats.crc import crc32
+from ckptool.formats.dcp_metadata import read_metadata
 from ckptool.manifest import Manifest, ObjectFacts, write_manifest
 from ckptool.operations import open as open_module
 from ckptool.operations.inspect import inspect
@@ -176,3 +178,37 @@ def test_files_in_subfolders_are_listed(tmp_path):
     (folder / "deep").mkdir()
     (folder / "deep" / "x.txt").write_text("x")
     assert "deep/x.txt" in open_checkpoint(str(folder)).sizes
+
+
+def write_index_for(folder):
+    """A ckpt.index beside a .metadata, with the payloads of its first tensor."""
+    metadata = (folder / ".metadata").read_bytes()
+    index = read_metadata(metadata)
+    data = write_index(index, payloads={}, metadata=metadata)
+    (folder / "ckpt.index").write_bytes(data)
+
+
+def test_an_index_that_agrees_is_used(f4, recorded):
+    """ckpt.index says the same as .metadata, and comes in the same batch of reads."""
+    plain = open_checkpoint(str(f4))
+    write_index_for(f4)
+    checkpoint = open_checkpoint(str(f4))
+    assert (checkpoint.form, plain.form) == ("ckpt-index", "dcp")
+    assert dict(checkpoint.index.entries) == dict(plain.index.entries)
+    assert checkpoint.payloads is not None
+    assert dict(recorded[1].requests) == {"list": 1, "read": 2}
+    assert checkpoint.findings == ()
+
+
+def test_an_index_that_disagrees_is_not_used(f4):
+    """A ckpt.index of another save is reported, and .metadata read instead."""
+    write_index_for(f4)
+    shutil.copy(f4 / "ckpt.index", f4.parent / "old")
+    with edited_metadata(f4) as metadata:
+        del metadata.state_dict_metadata["it"]
+    checkpoint = open_checkpoint(str(f4))
+    assert checkpoint.form == "dcp"
+    assert "it" not in checkpoint.index.entries
+    assert [(f.code, f.file) for f in checkpoint.findings] == [("metadata-differs", "ckpt.index")]
+    (f4 / "ckpt.index").write_bytes(b"garbage")
+    assert [f.file for f in open_checkpoint(str(f4)).findings] == ["ckpt.index"]
