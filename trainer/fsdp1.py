@@ -6,7 +6,7 @@ shards and one unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.config import Config
 from trainer.init import clean_name, init_parameter
@@ -27,7 +28,7 @@ from trainer.layout import Layout
 from trainer.model import Block, Rotary, Transformer
 from trainer.precision import dtypes_of
 
-__all__ = ["shard_model"]
+__all__ = ["gather_along_data", "shard_model"]
 
 
 def shard_model(model: Transformer, config: Config, layout: Layout) -> nn.Module:
@@ -47,6 +48,25 @@ def shard_model(model: Transformer, config: Config, layout: Layout) -> nn.Module
             size_based_auto_wrap_policy, min_num_params=parallel.fsdp1_min_unit_params
         )
     return FullyShardedDataParallel(model, **options)
+
+
+def gather_along_data(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state by name, whole but for its cut along ``tp``; collective.
+
+    FSDP1 loads into a flat view of what tensor parallelism left on this rank, but gathers a
+    two-axis DTensor over both axes and takes the wrong rows of it. So gather it here.
+    """
+    return {
+        name: {key: _gather_value(value) for key, value in moments.items()}
+        for name, moments in state.items()
+    }
+
+
+def _gather_value(value: Any) -> Any:
+    if not isinstance(value, DTensor) or "tp" not in (value.device_mesh.mesh_dim_names or ()):
+        return value
+    placements = [Replicate()] * (value.device_mesh.ndim - 1) + [value.placements[-1]]
+    return value.redistribute(placements=placements).to_local()
 
 
 def _options(model: Transformer, config: Config, layout: Layout) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimConfig
 from trainer.init import clean_name
+from trainer.layout import Layout
 
 __all__ = ["apply_hyperparameters", "build_optimizer", "clip_gradients", "learning_rate"]
 
@@ -29,7 +31,7 @@ def build_optimizer(
     """AdamW over the model as it is now: build it after sharding, never before."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        groups[not clean_name(name).endswith("norm.weight")].append(parameter)
+        groups[not _is_norm(name)].append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": groups[True]}, {"params": groups[False]}], lr=config.lr, fused=_fused(device)
     )
@@ -66,13 +68,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, *, max_norm: float) -> torch.Tensor:
+def clip_gradients(model: nn.Module, layout: Layout, *, max_norm: float) -> torch.Tensor:
     """Scale all gradients to a total norm of at most ``max_norm`` (0: leave them); the norm."""
-    limit = max_norm or math.inf
-    if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(limit)
+    if isinstance(model, FullyShardedDataParallel) and layout.parallel.tp == 1:
+        return model.clip_grad_norm_(max_norm or math.inf)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = _total_norm(gradients)
+    if isinstance(model, FullyShardedDataParallel):
+        norm = _fsdp1_tensor_parallel_norm(model, layout)
+    else:
+        norm = _total_norm(gradients)
     if max_norm:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients:
@@ -92,6 +96,29 @@ def _total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         norm = torch.nn.utils.get_total_norm(alike)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return torch.stack([norm.float() for norm in norms]).square().sum().sqrt()
+
+
+def _fsdp1_tensor_parallel_norm(model: nn.Module, layout: Layout) -> torch.Tensor:
+    """FSDP1's own norm knows nothing of the ``tp`` axis: its gradients are plain local views.
+
+    What is cut along ``tp`` (everything but the norms) adds up over both axes, the rest over
+    the sharded one.
+    """
+    assert layout.mesh is not None
+    squares = torch.zeros(2, device=layout.device)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            cut = not _is_norm(name)
+            squares[int(cut)] += parameter.grad.float().square().sum().to(layout.device)
+    if layout.parallel.fsdp1_sharding != "NO_SHARD":
+        dist.all_reduce(squares, group=layout.mesh.get_group("dp_shard"))
+    cut_along_tp = squares[1:].clone()
+    dist.all_reduce(cut_along_tp, group=layout.mesh.get_group("tp"))
+    return (squares[0] + cut_along_tp[0]).sqrt()
+
+
+def _is_norm(name: str) -> bool:
+    return clean_name(name).endswith("norm.weight")
 
 
 def _fused(device: torch.device) -> bool | None:

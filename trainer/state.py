@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from trainer.config import Config
 from trainer.data import DataStream
+from trainer.fsdp1 import gather_along_data
 from trainer.layout import Layout
 from trainer.optim import apply_hyperparameters, learning_rate
 from trainer.rng import capture_rng, derive_rng, restore_rng
@@ -58,8 +59,11 @@ class TrainState:
         """What only this rank stores."""
         return {"rng": {str(self.layout.rank): capture_rng(self.layout.device)}}
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
-        """Take back what ``capture`` gave, filled by a load; collective."""
+    def restore(self, stored: Mapping[str, Any], own: Mapping[str, Any], *, found: bool) -> None:
+        """Take back what the two captures gave, filled by a load; collective.
+
+        ``found`` says whether the checkpoint had this rank's generators.
+        """
         self.data.restore(stored["data"])
         self.step, self.tokens = int(stored["step"]), int(stored["tokens"])
         if self.scaler is not None and stored.get("scaler"):
@@ -67,13 +71,14 @@ class TrainState:
         groups = stored["optim"]["param_groups"]
         apply_hyperparameters(groups, self.config.optim, device=self.layout.device)
         set_model_state_dict(self.model, stored["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, stored["optim"])
-
-    def restore_rank(self, stored: Mapping[str, Any], *, found: bool) -> None:
-        """This rank's generators; ``found`` says whether the checkpoint had them."""
+        optim = dict(stored["optim"])
+        parallel = self.layout.parallel
+        if parallel.strategy == "fsdp1" and parallel.tp > 1:
+            optim["state"] = gather_along_data(optim["state"])
+        set_optimizer_state_dict(self.model, self.optimizer, optim)
         rank = self.layout.rank
         if found:
-            restore_rng(stored["rng"][str(rank)], self.layout.device)
+            restore_rng(own["rng"][str(rank)], self.layout.device)
         else:
             derive_rng(seed=self.config.run.seed, rank=rank, step=self.step)
 

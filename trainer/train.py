@@ -66,11 +66,14 @@ def train(config: Config) -> int:
 def resume(state: TrainState, checkpointer: Checkpointer) -> None:
     """Load the newest committed step, if there is one; collective."""
     shared, own = state.capture(), state.capture_rank()
+    if "scaler" in shared:
+        own["scaler"] = shared.pop("scaler")  # a run that was not fp16 so far has none
     report = checkpointer.load(shared, rank_state=own)
     if report is None:
         return
-    state.restore(shared)
-    state.restore_rank(own, found=not report.missing)
+    shared["scaler"] = own.get("scaler")
+    found = not any(key.startswith("rng.") for key in report.missing)
+    state.restore(shared, own, found=found)
     if state.layout.is_main:
         log.info("resumed from step %d of %s", state.step, state.config.run.root)
 
@@ -92,7 +95,7 @@ def train_step(state: TrainState, meter: Meter) -> None:
     finite = state.scaler is None or state.scaler.unscale(model.parameters(), device=layout.device)
     norm = torch.zeros((), device=layout.device)
     if finite:
-        norm = clip_gradients(model, max_norm=config.optim.clip_norm)
+        norm = clip_gradients(model, layout, max_norm=config.optim.clip_norm)
         state.optimizer.step()
     if state.scaler is not None:
         state.scaler.update(finite=finite)
