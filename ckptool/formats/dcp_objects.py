@@ -1,7 +1,7 @@
 """The classes that a DCP ``.metadata`` names, as stand-ins: the allow-list, each name visible.
 
 A stand-in holds what the pickle says and does nothing. Names are those of torch 2.0 to 2.14
-(``torch.distributed.checkpoint.metadata`` and ``.filesystem``); see docs/format.md.
+(``torch.distributed.checkpoint.metadata`` and ``.filesystem``).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ __all__ = ["write_metadata"]
 _DCP = "torch.distributed.checkpoint"
 _FRAME_BYTES = 64 * 1024
 _MAX_CACHED = 100_000
+_BATCH = 1000  # items between marks, as Python's pickler has them
 _BEGIN = b")\x81\x94}\x94("
 _CHUNK = (f"{_DCP}.metadata", "ChunkStorageMetadata")
 _KEY = (f"{_DCP}.metadata", "MetadataIndex")
@@ -62,6 +63,7 @@ class _Writer:
         self.out: list[bytes] = []
         self.num_bytes = 0
         self.num_put = 0
+        self.num_stored = 0
         self.slots: dict[tuple[str, ...], bytes] = {}
         self.dims: dict[tuple[int, ...], bytes] = {}
 
@@ -193,10 +195,15 @@ class _Writer:
         begin = kind + _BEGIN + self.slot(("offsets",)) + size
         middle = self.slot(("sizes",)) + size
         num_put = 2 + 2 * _puts_of_size(chunks.offsets.shape[1])
-        for offsets, sizes in zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True):
+        self.emit(b"(")
+        rows = zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True)
+        for number, (offsets, sizes) in enumerate(rows):
+            if number and not number % _BATCH:
+                self.emit(b"e(")
             first, second = self.size_call(tuple(offsets)), self.size_call(tuple(sizes))
-            self.emit(begin + first + middle + second + b"uba")
+            self.emit(begin + first + middle + second + b"ub")
             self.num_put += num_put
+        self.emit(b"e")
 
     def slot(self, key: tuple[str, ...]) -> bytes:
         """The opcode that gets a text or a global from the memo; puts it there if need be."""
@@ -230,6 +237,7 @@ class _Writer:
     def storage(self, entries: Mapping[str, Entry]) -> None:
         self.emit(b"}")
         self.put()
+        self.emit(b"(")
         for key, entry in entries.items():
             if isinstance(entry, TensorEntry):
                 self.stored_chunks(key, entry.chunks)
@@ -240,6 +248,7 @@ class _Writer:
                 self.num_put += 2
                 item = entry.item
                 self.info(item.file, item.offset, item.length, item.transforms)
+        self.emit(b"u")
 
     def stored_chunks(self, key: str, chunks: Chunks) -> None:
         """Chunks without elements first: of two at the same offsets, torch keeps the last."""
@@ -275,7 +284,10 @@ class _Writer:
             for name in transforms:
                 self.text(name)
                 self.emit(b"a")
-        self.emit(b"ubs")
+        self.emit(b"ub")
+        self.num_stored += 1
+        if not self.num_stored % _BATCH:
+            self.emit(b"u(")
 
 
 def _list(column: Ints) -> list[int]:
