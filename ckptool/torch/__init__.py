@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptool.torch.checkpointer import Checkpointer, LoadReport, SaveReport
+    from ckptool.torch.checkpointer import Checkpointer
     from ckptool.torch.dcp_storage import CkptoolReader, CkptoolWriter
+    from ckptool.torch.reports import LoadReport, SaveReport
 
 __all__ = ["Checkpointer", "CkptoolReader", "CkptoolWriter", "LoadReport", "SaveReport"]
 
@@ -17,8 +18,8 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "CkptoolReader": "dcp_storage",
     "CkptoolWriter": "dcp_storage",
-    "LoadReport": "checkpointer",
-    "SaveReport": "checkpointer",
+    "LoadReport": "reports",
+    "SaveReport": "reports",
 }
 
 

@@ -14,62 +14,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from ckptool.errors import NoCheckpointError, RefusedError, UsageError
-from ckptool.layout import step_name
 from ckptool.storage import open_store
+from ckptool.torch.attempts import abort_stale_uploads
 from ckptool.torch.group import Group
 from ckptool.torch.loading import choose_entries, load_entries
 from ckptool.torch.local_state import flatten
 from ckptool.torch.news import News
 from ckptool.torch.opening import open_together
-from ckptool.torch.retention import Retention, committed_steps, prune
-from ckptool.torch.save_plan import SavePlanner
-from ckptool.torch.save_run import SaveContext, run_save, upload_in_process
+from ckptool.torch.reports import LoadReport, SaveReport
+from ckptool.torch.retention import Retention, committed_steps
+from ckptool.torch.save_run import SaveContext
+from ckptool.torch.saver import Saver
 
-__all__ = ["Checkpointer", "LoadReport", "SaveReport"]
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did; ``num_bytes`` are those of all ranks' shard files.
-
-    ``blocked_s`` is how long the call held the caller, ``seconds`` how long it took until the
-    commit.
-    """
-
-    step: int
-    url: str
-    committed: bool
-    num_bytes: int
-    blocked_s: float
-    seconds: float
-    deleted: tuple[str, ...] = ()
+__all__ = ["Checkpointer"]
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did; bytes are those of all ranks together.
-
-    ``missing`` are the keys that this rank asked for and the checkpoint does not have.
-    ``unverified_bytes`` were handed on without a checksum that covered them.
-    """
-
-    step: int
-    url: str
-    missing: tuple[str, ...]
-    needed_bytes: int
-    fetched_bytes: int
-    unverified_bytes: int
-    seconds: float
-
-    @property
-    def amplification(self) -> float:
-        """Bytes fetched for each byte that was needed."""
-        return self.fetched_bytes / max(self.needed_bytes, 1)
+_MODES = ("async", "sync")
 
 
 class Checkpointer:
@@ -79,7 +43,14 @@ class Checkpointer:
     ``keep_last`` and ``keep_every`` let older steps go after each commit (both None: keep
     all). ``process_timeout_s`` bounds how long a rank that shows no progress is waited for.
     ``layout`` is what the manifest says of the parallel layout. Planning, news and commits run
-    over a gloo group of its own, never the training's.
+    over gloo groups of its own, never the training's.
+
+    ``mode``: "async" stages a save in host memory (as much as this rank's share of the state,
+    kept between saves) and uploads it from a process beside this one while the training goes
+    on; "sync" returns once it is committed, and needs a few MiB. With ``max_staging_bytes``, a
+    save that needs more is made in "sync" mode. ``when_busy``: a save that finds another one in
+    flight waits for it ("wait") or is left out ("skip"). ``on_failure``: a failed save is
+    raised by the next call ("raise") or logged ("warn"); the last good step is untouched.
     """
 
     def __init__(
@@ -91,13 +62,21 @@ class Checkpointer:
         keep_every: int | None = None,
         process_timeout_s: float = 300.0,
         layout: Mapping[str, Any] | None = None,
+        mode: str = "async",
+        when_busy: str = "wait",
+        on_failure: str = "raise",
+        max_staging_bytes: int | None = None,
+        num_threads: int = 8,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
+        self._mode = _one_of("mode", mode, _MODES)
+        _one_of("when_busy", when_busy, ("wait", "skip"))
+        _one_of("on_failure", on_failure, ("raise", "warn"))
         self._store = open_store(root, options=storage_options)
-        self._retention = Retention(keep_last, keep_every)
         self._group = Group(timeout_s=process_timeout_s)
+        self._in_flight = Group(timeout_s=process_timeout_s)
         if self._group.size > 1 and not self._store.capabilities.shared:
             raise RefusedError(
                 f"{self._store.url} is seen by one process only, and there are "
@@ -105,35 +84,72 @@ class Checkpointer:
                 hint="give a folder that all hosts share, or an object store",
             )
         self._news = News(self._group)
-        self._planner = SavePlanner(self._group)
-        self._context = SaveContext(self._group, self._news, process_timeout_s, layout or {})
+        context = SaveContext(
+            run=self._store,
+            group=self._in_flight,
+            news=self._news,
+            timeout_s=process_timeout_s,
+            layout=layout or {},
+            retention=Retention(keep_last, keep_every),
+            num_threads=num_threads,
+        )
+        self._saver = Saver(
+            context,
+            self._group,
+            skip_when_busy=when_busy == "skip",
+            raise_failures=on_failure == "raise",
+            max_staging_bytes=max_staging_bytes,
+        )
+        self._group.from_rank_0(lambda: abort_stale_uploads(self._store))
 
     @property
     def url(self) -> str:
         """The run's root."""
         return self._store.url
 
+    def prepare(
+        self, state: Mapping[str, Any], *, rank_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make ready for the first save: plan it, allocate and pin memory, start the uploader.
+
+        Optional; without it the first save waits for these.
+        """
+        self._saver.prepare(state, rank_state or {})
+
     def save(
-        self, step: int, state: Mapping[str, Any], *, rank_state: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        rank_state: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+        deadline_s: float | None = None,
     ) -> SaveReport:
-        """Save ``state`` as a step, and return once it is committed.
+        """Save ``state``, as it is now, as a step.
+
+        Call it right after ``optimizer.step()``. In "async" mode it returns while the save is
+        in flight: parameters and moments are copied until the next ``optimizer.step()``, which
+        waits for that; ``finished``, ``wait`` or the next save tell how it ended. In "sync"
+        mode it returns once the step is committed.
 
         Values in ``state`` must be equal on all ranks; what belongs to one rank goes into
         ``rank_state``, with the rank in its key. Raises the same error on every rank, and then
         nothing was committed.
+
+        ``deadline_s`` is for a save before the job is taken away: it waits for the save in
+        flight or makes a new one with the memory that is staged already, and returns by then;
+        ``committed`` says whether it made it.
         """
-        started = time.monotonic()
-        plan = self._planner.plan(step, flatten(state), flatten(rank_state or {}))
-        store = self._store.child(step_name(step))
-        num_bytes = run_save(
-            self._context,
-            store,
-            plan,
-            lambda store, plan: upload_in_process(self._context, store, plan),
-        )
-        deleted = self._group.from_rank_0(lambda: prune(self._store, self._retention))
-        seconds = time.monotonic() - started
-        return SaveReport(step, store.url, True, num_bytes, seconds, seconds, tuple(deleted))
+        chosen = _one_of("mode", mode or self._mode, _MODES)
+        return self._saver.save(step, state, rank_state or {}, mode=chosen, deadline_s=deadline_s)
+
+    def finished(self) -> list[SaveReport]:
+        """Reports of the saves that ended since the last call; not collective."""
+        return self._saver.poll()
+
+    def wait_staged(self) -> None:
+        """Return when parameters may be edited by hand without harm to the save in flight."""
+        self._saver.wait_staged()
 
     def load(
         self,
@@ -150,6 +166,7 @@ class Checkpointer:
         ``rank_state`` may be missing: ``LoadReport.missing`` names those.
         """
         started = time.monotonic()
+        self.wait()
         name = self._step_name(step)
         if name is None:
             return None
@@ -185,13 +202,18 @@ class Checkpointer:
         return max(committed_steps(self._store), default=None)
 
     def wait(self) -> None:
-        """Return when no save is in flight."""
+        """Return when no save is in flight; raises what it failed with."""
+        self._saver.wait()
 
     def close(self) -> None:
-        """Finish what is in flight and leave the group."""
-        self.wait()
-        self._news.close()
-        self._group.close()
+        """Finish what is in flight, end the uploader and leave the groups."""
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
+            self._news.close()
+            self._group.close()
+            self._in_flight.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -219,3 +241,9 @@ class Checkpointer:
             )
         self._number = step
         return str(found[step])
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}, not one of {', '.join(allowed)}")
+    return value

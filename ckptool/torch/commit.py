@@ -25,7 +25,7 @@ from ckptool.storage.base import Store
 from ckptool.torch.faults import fault_point
 from ckptool.torch.retention import is_shard_name
 
-__all__ = ["Commit", "StoredObject", "commit_checkpoint", "refuse_if_committed"]
+__all__ = ["Commit", "StoredObject", "commit_checkpoint", "refuse_if_committed", "remove_orphans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,28 @@ def commit_checkpoint(
     facts: Commit,
     *,
     rank: int = 0,
+    owner_pid: int | None = None,
 ) -> Manifest:
     """Make the checkpoint in ``store`` a committed one; raises before that if anything is off."""
     _check_index(index)
     _check_sizes(store, objects)
     metadata = write_metadata(index)
-    fault_point("before-manifest", rank=rank)
+    fault_point("before-manifest", rank=rank, owner_pid=owner_pid)
     if facts.index_bytes is not None:
         _put(store, INDEX_NAME, facts.index_bytes)
     manifest = _manifest(objects, metadata, facts)
     _put(store, MANIFEST_NAME, write_manifest(manifest))
-    fault_point("before-metadata", rank=rank)
+    fault_point("before-metadata", rank=rank, owner_pid=owner_pid)
     _put(store, METADATA_NAME, metadata, if_absent=True)
-    fault_point("after-metadata", rank=rank)
-    _remove_orphans(store, {row.key for row in objects})
+    fault_point("after-metadata", rank=rank, owner_pid=owner_pid)
     return manifest
+
+
+def remove_orphans(store: Store, live: set[str]) -> None:
+    """Delete the shard files of other attempts; only after the commit."""
+    for info in store.list():
+        if info.key not in live and is_shard_name(info.key):
+            store.delete(info.key)
 
 
 def _manifest(objects: Sequence[StoredObject], metadata: bytes, facts: Commit) -> Manifest:
@@ -129,9 +136,3 @@ def _put(store: Store, key: str, data: bytes, *, if_absent: bool = False) -> Non
             f"{store.url_of(key)} has {info.num_bytes} bytes after {len(data)} were sent",
             hint="the checkpoint is not to be trusted: delete it and save again",
         )
-
-
-def _remove_orphans(store: Store, live: set[str]) -> None:
-    for info in store.list():
-        if info.key not in live and is_shard_name(info.key):
-            store.delete(info.key)

@@ -45,7 +45,13 @@ from ckptool.layout import shard_file_name
 from ckptool.model import Box, Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
 from ckptool.storage import open_recipe, open_store
 from ckptool.storage.base import Store
-from ckptool.torch.commit import Commit, StoredObject, commit_checkpoint, refuse_if_committed
+from ckptool.torch.commit import (
+    Commit,
+    StoredObject,
+    commit_checkpoint,
+    refuse_if_committed,
+    remove_orphans,
+)
 from ckptool.torch.compressed import decompress_value
 from ckptool.torch.local_state import torch_dtype
 from ckptool.torch.opening import Opened, read_committed
@@ -148,6 +154,7 @@ class CkptoolWriter(StorageWriter):
         )
         index = _index_of(metadata, items)
         commit_checkpoint(self._place.store, index, list(objects.values()), facts)
+        remove_orphans(self._place.store, set(objects))
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._place.store.url, save_id=self._save_id)

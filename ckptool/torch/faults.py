@@ -4,7 +4,8 @@ A testing hook, read from ``CKPTOOL_FAULT="POINT:ACTION[:RANK]"``. Points:
 ``before-first-part``, ``in-part``, ``before-manifest``, ``before-metadata``,
 ``after-metadata``. Actions: ``kill`` (SIGKILL to the training process of the rank),
 ``kill-uploader`` (SIGKILL to the process that uploads, where that is another one), ``raise``,
-``hang``. Without a rank every rank that comes by is hit. Nothing happens without the variable.
+``slow`` (a second's sleep), ``hang``. Without a rank every rank that comes by is hit; without
+the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -39,5 +40,7 @@ def _act(action: str, *, point: str, rank: int, owner_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "raise":
         raise StorageError(f"rank {rank} was told to fail {point}")
+    elif action == "slow":
+        time.sleep(1)
     elif action == "hang":
         time.sleep(3600)

@@ -11,15 +11,15 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ckptool import errors
-from ckptool.errors import CkptoolError, StorageError
+from ckptool.errors import StorageError
+from ckptool.torch.ranks_json import error_from_json, error_to_json
 
-__all__ = ["Group", "error_from_json", "error_to_json"]
+__all__ = ["Group"]
 
 T = TypeVar("T")
 
@@ -145,27 +145,6 @@ class Group:
         if data:
             row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return row
-
-
-def error_to_json(error: BaseException) -> str:
-    """What other ranks need to raise the same error."""
-    if isinstance(error, CkptoolError):
-        kind, message, hint = type(error).__name__, error.message, error.hint
-    else:
-        kind, message, hint = "CkptoolError", f"{type(error).__name__}: {error}", None
-    return json.dumps({"kind": kind, "message": message, "hint": hint})
-
-
-def error_from_json(text: str, *, rank: int | None) -> CkptoolError:
-    """The error that a rank had; ``rank`` goes into its message, None leaves it out."""
-    facts: dict[str, Any] = json.loads(text)
-    kind = getattr(errors, facts["kind"], CkptoolError)
-    message = facts["message"]
-    if rank is not None and not message.startswith("rank "):
-        message = f"rank {rank}: {message}"
-    result = kind(message, hint=facts["hint"])
-    assert isinstance(result, CkptoolError)
-    return result
 
 
 @contextmanager

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.errors import CkptoolError, StorageError
-from ckptool.torch.group import Group, error_from_json, error_to_json
+from ckptool.torch.channel import close_in_forks
+from ckptool.torch.group import Group
+from ckptool.torch.ranks_json import error_from_json, error_to_json
 
 __all__ = ["News"]
 
@@ -39,6 +41,7 @@ class News:
         self._closing = False
         self._server: _Server | None = None
         self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
         if group.size > 1:
             self._connect(group)
 
@@ -88,9 +91,13 @@ class News:
         self._post({"bye": self.rank})
         if self._socket is not None:
             try:
-                self._socket.shutdown(socket.SHUT_WR)
+                self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        if self._socket is not None:
+            self._socket.close()
         if self._server is not None:
             self._server.close()
 
@@ -152,7 +159,8 @@ class News:
             return b""
 
         group.together(hello)
-        threading.Thread(target=self._listen, name="ckptool-news", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="ckptool-news", daemon=True)
+        self._thread.start()
 
     def _listen(self) -> None:
         assert self._socket is not None
@@ -168,6 +176,7 @@ class _Server:
         self._secret = secret
         host = "127.0.0.1" if one_host else ""
         self._listener = socket.create_server((host, 0), backlog=size)
+        close_in_forks(self._listener)
         port = self._listener.getsockname()[1]
         hosts = ["127.0.0.1"] if one_host else _own_hosts()
         self.addresses = [[host, port] for host in hosts]
@@ -187,6 +196,7 @@ class _Server:
             except OSError:
                 return
             _keep_alive(peer)
+            close_in_forks(peer)
             threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -247,6 +257,7 @@ def _reach(addresses: list[list[Any]]) -> socket.socket:
             continue
         peer.settimeout(None)
         _keep_alive(peer)
+        close_in_forks(peer)
         return peer
     raise StorageError(
         f"cannot reach rank 0 for news of saves ({'; '.join(reasons)})",

@@ -37,6 +37,14 @@ class Layout:
     all_shares: tuple[tuple[Share, ...], ...] = ()
     paths: Mapping[str, Path] | None = None
 
+    def agreed(self) -> dict[str, Any]:
+        """On rank 0: what all ranks agreed on, as JSON."""
+        return {
+            "offers": [[offer.to_json() for offer in row] for row in self.offers],
+            "shares": [[share.to_json() for share in row] for row in self.all_shares],
+            "paths": {key: list(path) for key, path in (self.paths or {}).items()},
+        }
+
 
 @dataclass(frozen=True)
 class StoredValue:

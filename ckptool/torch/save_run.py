@@ -7,94 +7,118 @@ every shard file is stored; rank 0 has committed. A failure anywhere is told to 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ckptool.errors import CkptoolError
-from ckptool.layout import shard_file_name
+from ckptool.layout import shard_file_name, step_name
 from ckptool.storage.base import Store
-from ckptool.torch.commit import Commit, commit_checkpoint, refuse_if_committed
+from ckptool.torch.attempts import AttemptFile
+from ckptool.torch.commit import refuse_if_committed
 from ckptool.torch.faults import fault_point
 from ckptool.torch.group import Group
 from ckptool.torch.local_state import LocalShard, local_bytes, memory_of
 from ckptool.torch.news import News
-from ckptool.torch.save_index import RankResult, build_index, stored_objects
+from ckptool.torch.retention import Retention
+from ckptool.torch.save_commit import CommitOrder, commit_rows
+from ckptool.torch.save_index import RankResult
 from ckptool.torch.save_plan import RankSave
 from ckptool.torch.shard_file import Payload, ShardResult, TensorItem, ValueItem, write_shard_file
 from ckptool.torch.shares import Share
 
-__all__ = ["SaveContext", "run_save", "share_tensor", "tensor_payload", "upload_in_process"]
+__all__ = ["InProcess", "SaveContext", "Worker", "run_save", "share_tensor", "tensor_payload"]
 
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What all saves of a checkpointer share."""
+    """What all saves of a checkpointer share; ``group`` is for saves in flight alone."""
 
+    run: Store
     group: Group
     news: News
     timeout_s: float
     layout: Mapping[str, Any]
+    retention: Retention
     num_threads: int = 8
 
 
-Upload = Callable[[Store, RankSave], "ShardResult | None"]
+class Worker(Protocol):
+    """Who does the work of one rank: this process, or the uploader beside it."""
+
+    def upload(self, context: SaveContext, save: RankSave) -> ShardResult | None:
+        """Store this rank's shard file; None where it has nothing to store."""
+
+    def commit(
+        self, context: SaveContext, save: RankSave, order: CommitOrder, rows: list[bytes]
+    ) -> dict[str, Any]:
+        """On rank 0: commit what the ranks stored."""
 
 
-def run_save(context: SaveContext, store: Store, save: RankSave, upload: Upload) -> int:
-    """Upload, commit, and return the bytes of all shard files; the same error on every rank."""
-    news, attempt = context.news, save.attempt
+def run_save(context: SaveContext, save: RankSave, worker: Worker) -> dict[str, Any]:
+    """Upload and commit; ``num_bytes`` and ``deleted``, or the same error, on every rank."""
+    news, group, attempt = context.news, context.group, save.attempt
+    rows: list[bytes] | None = None
+    answer: dict[str, Any] = {}
 
     def meet(point: str) -> None:
         news.meet(attempt, point, timeout_s=context.timeout_s)
 
     try:
-        if context.group.rank == 0:
-            refuse_if_committed(store)
+        if group.rank == 0:
+            refuse_if_committed(context.run.child(step_name(save.step)))
         meet("free")
-        shard = upload(store, save)
+        shard = worker.upload(context, save)
         meet("stored")
+        result = RankResult(shard, tuple((v.key, v.path) for v in save.values))
+        rows = group.gather(json.dumps(result.to_json()).encode())
+        if rows is not None:
+            answer = worker.commit(context, save, _order(context, save), rows)
+        meet("committed")
     except BaseException as error:
         news.fail(attempt, error)
         raise
-    result = RankResult(shard, tuple((v.key, v.path) for v in save.values))
-    rows = context.group.gather(json.dumps(result.to_json()).encode())
-
-    def commit() -> int:
-        results = [RankResult.from_json(json.loads(row)) for row in rows or []]
-        return _commit(context, store, save, results)
-
-    return context.group.from_rank_0(commit)
+    return group.from_rank_0(lambda: answer)
 
 
-def upload_in_process(context: SaveContext, store: Store, save: RankSave) -> ShardResult | None:
-    """Write this rank's shard file straight from the tensors' memory."""
-    items = [_tensor_item(save.shards, share) for share in save.layout.shares]
-    values = [ValueItem(value.data) for value in save.values]
-    if not items and not values:
-        return None
-    rank = context.group.rank
-    parts = 0
+class InProcess:
+    """Works in this process, straight from the tensors' memory, a few parts at a time."""
 
-    def on_part() -> None:
-        nonlocal parts
-        fault_point("in-part" if parts else "before-first-part", rank=rank)
-        parts += 1
-        context.news.progress()
+    def upload(self, context: SaveContext, save: RankSave) -> ShardResult | None:
+        items = [_tensor_item(save.shards, share) for share in save.layout.shares]
+        values = [ValueItem(value.data) for value in save.values]
+        if not items and not values:
+            return None
+        rank, folder = context.group.rank, step_name(save.step)
+        name = shard_file_name(rank, 0, attempt=save.attempt)
+        entry = AttemptFile(context.run, attempt=save.attempt, rank=rank)
+        num_parts = 0
 
-    def should_stop() -> CkptoolError | None:
-        return context.news.failure(save.attempt)
+        def on_part() -> None:
+            nonlocal num_parts
+            fault_point("in-part" if num_parts else "before-first-part", rank=rank)
+            num_parts += 1
+            context.news.progress()
 
-    return write_shard_file(
-        store,
-        shard_file_name(rank, 0, attempt=save.attempt),
-        [*items, *values],
-        num_threads=context.num_threads,
-        on_part=on_part,
-        should_stop=should_stop,
-    )
+        try:
+            return write_shard_file(
+                context.run.child(folder),
+                name,
+                [*items, *values],
+                num_threads=context.num_threads,
+                on_open=lambda token, size: entry.write(f"{folder}/{name}", token, size),
+                on_part=on_part,
+                should_stop=lambda: context.news.failure(save.attempt),
+            )
+        finally:
+            entry.remove()
+
+    def commit(
+        self, context: SaveContext, save: RankSave, order: CommitOrder, rows: list[bytes]
+    ) -> dict[str, Any]:
+        agreed = save.layout.agreed()
+        return commit_rows(context.run, order, agreed, [json.loads(row) for row in rows], rank=0)
 
 
 def share_tensor(shards: tuple[LocalShard, ...], share: Share) -> torch.Tensor:
@@ -125,19 +149,15 @@ def tensor_payload(tensor: torch.Tensor) -> Payload:
 
 def _tensor_item(shards: tuple[LocalShard, ...], share: Share) -> TensorItem:
     tensor = share_tensor(shards, share)
-    dtype = shards[share.offer].dtype
-    return TensorItem(dtype, share.box.sizes, tensor_payload(tensor))
+    return TensorItem(shards[share.offer].dtype, share.box.sizes, tensor_payload(tensor))
 
 
-def _commit(context: SaveContext, store: Store, save: RankSave, results: list[RankResult]) -> int:
-    layout = save.layout
-    index = build_index(layout.offers, layout.all_shares, layout.paths or {}, results)
-    objects = stored_objects(results)
-    facts = Commit(
+def _order(context: SaveContext, save: RankSave) -> CommitOrder:
+    return CommitOrder(
         step=save.step,
+        name=step_name(save.step),
         attempt=save.attempt,
         layout={"world_size": context.group.size, **context.layout},
         versions={"torch": torch.__version__},
+        retention=context.retention,
     )
-    commit_checkpoint(store, index, objects, facts, rank=context.group.rank)
-    return sum(row.num_bytes for row in objects)

@@ -12,7 +12,7 @@ import torch
 from gloo import run_ranks
 
 
-def worker(rank: int, num_ranks: int, *, root: str, stock: str) -> dict[str, Any]:
+def worker(rank: int, num_ranks: int, *, root: str, stock: str, mode: str) -> dict[str, Any]:
     """One spawn for many promises; each fact is asserted by the tests below."""
     import torch.distributed.checkpoint as dcp
     from torch_side import states
@@ -20,12 +20,13 @@ def worker(rank: int, num_ranks: int, *, root: str, stock: str) -> dict[str, Any
     from ckptool.torch import Checkpointer
 
     facts: dict[str, Any] = {}
-    with Checkpointer(root, keep_last=2, layout={"dp_shard": num_ranks}) as checkpointer:
+    layout = {"dp_shard": num_ranks}
+    with Checkpointer(root, keep_last=2, layout=layout, mode=mode) as checkpointer:
         assert checkpointer.load(states.state(num_ranks)) is None
         for step in (1, 2, 3):
             state = states.state(num_ranks, seed=step)
             own = {"rng": {str(rank): {"cpu": states.pattern((5056,), torch.uint8, seed=rank)}}}
-            report = checkpointer.save(step, state, rank_state=own)
+            report = _save(checkpointer, step, state, rank_state=own)
         facts["deleted"] = report.deleted
         facts["latest"] = checkpointer.latest()
 
@@ -54,7 +55,7 @@ def worker(rank: int, num_ranks: int, *, root: str, stock: str) -> dict[str, Any
             wanted = states.state(num_ranks, seed=5)
             facts["we read stock"] = states.same(states.whole(target), states.whole(wanted))
 
-        checkpointer.save(4, states.state(num_ranks, seed=4, hsdp=True))
+        _save(checkpointer, 4, states.state(num_ranks, seed=4, hsdp=True))
         target = states.state(num_ranks)
         again = checkpointer.load(target)
         wanted = states.state(num_ranks, seed=4)
@@ -64,6 +65,13 @@ def worker(rank: int, num_ranks: int, *, root: str, stock: str) -> dict[str, Any
     return facts
 
 
+def _save(checkpointer: Any, step: int, state: Any, **more: Any) -> Any:
+    """Save and wait; the final report."""
+    report = checkpointer.save(step, state, **more)
+    checkpointer.wait()
+    return report if report.mode == "sync" else checkpointer.finished()[-1]
+
+
 def _errors(checkpointer: Any, rank: int, num_ranks: int) -> dict[str, str]:
     from torch_side import states
 
@@ -71,7 +79,7 @@ def _errors(checkpointer: Any, rank: int, num_ranks: int) -> dict[str, str]:
 
     state = states.state(num_ranks)
     tries = {
-        "taken": lambda: checkpointer.save(4, state),
+        "taken": lambda: _save(checkpointer, 4, state),
         "values differ": lambda: checkpointer.save(9, {**state, "step": rank}),
         "steps differ": lambda: checkpointer.save(10 + rank, state),
         "shapes differ": lambda: checkpointer.save(9, {"x": torch.zeros(rank + 1)}),
@@ -91,11 +99,18 @@ def _errors(checkpointer: Any, rank: int, num_ranks: int) -> dict[str, str]:
     return told
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=["async", "sync"])
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("runs")
     ends = run_ranks(
-        __file__, "worker", num_ranks=4, root=str(root / "run"), stock=str(root / "stock")
+        __file__,
+        "worker",
+        num_ranks=4,
+        root=str(root / "run"),
+        stock=str(root / "stock"),
+        mode=request.param,
     )
     return root, [end.result for end in ends]
 

@@ -1,4 +1,4 @@
-"""A rank that fails, dies or hangs in the middle of a save: nothing is committed, all learn of it."""
+"""A rank that fails, dies or hangs in a save: nothing is committed, and all learn of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def raising_worker(rank: int, num_ranks: int, *, root: str) -> dict[str, Any]:
     from ckptool.torch import Checkpointer
 
     told: dict[str, Any] = {}
-    with Checkpointer(root) as checkpointer:
+    with Checkpointer(root, mode="sync") as checkpointer:
         checkpointer.save(1, states.state(num_ranks, seed=1))
         for point in POINTS:
             where = 1 if "part" in point else 0
@@ -47,7 +47,7 @@ def dying_worker(
     from ckptool.errors import CkptoolError
     from ckptool.torch import Checkpointer
 
-    checkpointer = Checkpointer(root, process_timeout_s=4)
+    checkpointer = Checkpointer(root, process_timeout_s=4, mode="sync")
     checkpointer.save(1, states.state(num_ranks, seed=1))
     os.environ["CKPTOOL_FAULT"] = f"{point}:{action}:{where}"
     started = time.monotonic()

@@ -1,0 +1,211 @@
+"""Saves one after another: in this call, or in flight beside the training, at most one of these.
+
+Collectives that the caller's thread makes run on one group, those of a save in flight on
+another, so that the two never meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.errors import CkptoolError, OverBudgetError
+from ckptool.layout import step_name
+from ckptool.torch.beside import Beside
+from ckptool.torch.flight import Flight
+from ckptool.torch.group import Group
+from ckptool.torch.local_state import flatten
+from ckptool.torch.reports import SaveReport
+from ckptool.torch.save_plan import RankSave, SavePlanner
+from ckptool.torch.save_run import InProcess, SaveContext, run_save
+from ckptool.torch.staging import Stager, Staging
+
+__all__ = ["Saver"]
+
+log = logging.getLogger("ckptool")
+
+
+class Saver:
+    """``foreground`` is for the caller's thread, ``context.group`` for saves in flight."""
+
+    def __init__(
+        self,
+        context: SaveContext,
+        foreground: Group,
+        *,
+        skip_when_busy: bool,
+        raise_failures: bool,
+        max_staging_bytes: int | None,
+    ) -> None:
+        self._context, self._group = context, foreground
+        self._skip, self._raise = skip_when_busy, raise_failures
+        self._max_staging_bytes = max_staging_bytes
+        self._planner = SavePlanner(foreground)
+        self._stager = Stager()
+        self._beside: Beside | None = None
+        self._flight: Flight | None = None
+        self._finished: list[SaveReport] = []
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        *,
+        mode: str,
+        deadline_s: float | None,
+    ) -> SaveReport:
+        """Start a save, or make one; see Checkpointer.save."""
+        started = time.monotonic()
+        url = self._context.run.url_of(step_name(step))
+        report = SaveReport(step, url, False, 0, 0.0, 0.0, mode)
+        if deadline_s is not None and self._flight is not None and self._flight.report.step == step:
+            return self._until(started, deadline_s, report)  # it is on its way already
+        if not self._make_way(report, deadline_s):
+            return replace(report, skipped=True, blocked_s=time.monotonic() - started)
+        plan = self._planner.plan(step, flatten(state), flatten(rank_state))
+        if mode == "async":
+            mode = self._prepare(plan)
+        if mode == "sync" and deadline_s is None:
+            self._launch(plan, report, None, started)
+            assert self._flight is not None
+            self._flight.wait()
+            final = self._land()
+            self._finished.remove(final)  # returned here
+            return replace(final, mode="sync", blocked_s=time.monotonic() - started)
+        staging = None
+        if mode == "async":
+            assert self._beside is not None
+            staging = self._beside.stage(plan, overlap=deadline_s is None)
+        self._launch(plan, replace(report, mode=mode), staging, started)
+        if deadline_s is not None:
+            return self._until(started, deadline_s, report)
+        assert self._flight is not None
+        return self._flight.report
+
+    def poll(self) -> list[SaveReport]:
+        """Reports of the saves that ended since the last call; raises what one failed with."""
+        if self._flight is not None and self._flight.done:
+            self._land()
+        found, self._finished = self._finished, []
+        return found
+
+    def wait(self) -> None:
+        """Return when no save is in flight; raises what it failed with."""
+        if self._flight is not None:
+            self._flight.wait()
+            self._land()
+
+    def wait_staged(self) -> None:
+        """Return when the instant of the save in flight is copied."""
+        self._stager.fence()
+
+    def prepare(self, state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> None:
+        """Plan, allocate and start the uploader before the first save."""
+        self.wait()
+        self._prepare(self._planner.plan(0, flatten(state), flatten(rank_state)))
+
+    def close(self) -> None:
+        """End the uploader; the save in flight must have ended."""
+        self._stager.close()
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+    def _make_way(self, report: SaveReport, deadline_s: float | None) -> bool:
+        """Wait for the save in flight, or say that this one must be skipped."""
+        if self._skip and deadline_s is None:
+            busy = self._flight is not None and not self._flight.done
+            rows = self._group.all_gather(b"1" if busy else b"0")
+            if b"1" in rows:
+                log.warning("step %d is not saved: another save is in flight", report.step)
+                return False
+        elif self._flight is not None and not self._flight.done:
+            before = self._flight.report.step
+            log.warning("the save of step %d waits for that of step %d", report.step, before)
+            if not self._flight.wait(deadline_s):
+                return False
+        if self._flight is not None:
+            self._flight.wait()
+            self._land()
+        return True
+
+    def _prepare(self, plan: RankSave) -> str:
+        """Make ready to stage; "sync" where the staging budget is too small on any rank."""
+        if self._beside is None:
+            context = self._context
+            self._beside = Beside(
+                context.run, self._stager, rank=self._group.rank, num_threads=context.num_threads
+            )
+        beside = self._beside
+
+        def prepare() -> bytes:
+            budget = self._max_staging_bytes
+            if budget is not None and beside.staged_bytes(plan) > budget:
+                return b"sync"
+            beside.prepare(plan)
+            return b"async"
+
+        try:
+            modes = self._group.together(prepare)
+        except OverBudgetError as error:
+            if self._max_staging_bytes is None:
+                raise
+            log.warning("%s", error)
+            return "sync"
+        if b"sync" in modes:
+            log.warning("staging is over its budget: this save blocks the training")
+            return "sync"
+        return "async"
+
+    def _launch(
+        self, plan: RankSave, report: SaveReport, staging: Staging | None, started: float
+    ) -> None:
+        worker = self._beside if staging is not None else InProcess()
+        assert worker is not None
+
+        def work() -> SaveReport:
+            if staging is not None:
+                try:
+                    staging.wait()
+                except CkptoolError as error:
+                    self._context.news.fail(plan.attempt, error)
+                    raise
+            done = run_save(self._context, plan, worker)
+            return replace(
+                report,
+                committed=True,
+                num_bytes=done["num_bytes"],
+                deleted=tuple(done["deleted"]),
+                seconds=time.monotonic() - started,
+                blocked_s=blocked_s,
+            )
+
+        blocked_s = time.monotonic() - started
+        self._flight = Flight(work, replace(report, blocked_s=blocked_s, seconds=blocked_s))
+
+    def _until(self, started: float, deadline_s: float, report: SaveReport) -> SaveReport:
+        """The save in flight, given until the deadline; uncommitted if it does not make it."""
+        assert self._flight is not None
+        if not self._flight.wait(max(0.0, started + deadline_s - time.monotonic())):
+            blocked_s = time.monotonic() - started
+            error = f"the save did not finish within {deadline_s:g} s"
+            return replace(self._flight.report, error=error, blocked_s=blocked_s, seconds=blocked_s)
+        final = self._land()
+        self._finished.remove(final)  # returned here
+        return replace(final, blocked_s=time.monotonic() - started)
+
+    def _land(self) -> SaveReport:
+        """Take the outcome of the save that ended."""
+        assert self._flight is not None
+        report, error = self._flight.outcome()
+        self._flight = None
+        self._finished.append(report)
+        if error is not None:
+            if self._raise:
+                raise error
+            log.error("the save of step %d failed: %s", report.step, error)
+        return report
