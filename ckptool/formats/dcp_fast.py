@@ -15,6 +15,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import Any
 
 from ckptool.formats.dcp_objects import (
     CHUNK_CLASS,
@@ -29,13 +30,16 @@ from ckptool.formats.dcp_objects import (
 
 __all__ = ["FastMetadataMachine"]
 
-_NAMES = ("fqn", "index", "offset", "offsets", "sizes", "relative_path", "length")
+_TRANSFORMS = "transform_descriptors"
+_NAMES = ("fqn", "index", "offset", "offsets", "sizes", "relative_path", "length", _TRANSFORMS)
 _CLASSES = (CHUNK_CLASS, KEY_CLASS, INFO_CLASS, SIZE_FUNCTION)
 _MAX_CACHED = 100_000
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 # the arguments and the call of a torch.Size; the group is its tuple of dims
 _CALL = rb"(\)|(?:I\x85|II\x86|III\x87|\(I{4,}t)\x94)\x85\x94R\x94".replace(b"I", _INT)
+# a list of one name: a new string, or one that the memo has
+_ONE_TRANSFORM = rb"\]\x94(?:(\x8c\x0dstream\.zstd/1\x94)|h(.)|j(.{4}))a"
 _BEGIN = rb"\)\x81\x94\}\x94\("
 
 
@@ -124,14 +128,14 @@ class _Skipped:
 
 
 def _steps(machine: FastMetadataMachine) -> dict[int, Callable[[], bool]]:
-    """A step for each class whose own slot and whose names' slots are known."""
+    """A step for each class of which all slots are known."""
     made: dict[int, Callable[[], bool]] = {}
     for kind, make, names in (
         (CHUNK_CLASS.name, _chunks_step, _CHUNK_NAMES),
         (KEY_CLASS.name, _stored_step, _STORED_NAMES),
     ):
         slots = machine.slots
-        if kind in slots and slots[kind] not in machine.steps and all(n in slots for n in names):
+        if all(name in slots for name in (kind, *names)):
             gets = [_get(slots[name]) for name in (kind, *names)]
             made[slots[kind]] = make(machine, slots[kind], *gets)
     return made
@@ -185,10 +189,13 @@ def _stored_step(
     string = rb"(?:h(.)|j(.{4})|\x8c(.)|X(.{4}))"
     match_first = _compile(_BEGIN, fqn, string).match
     match_next = _compile(kind, _BEGIN, fqn, string).match
+    transforms = b""
+    if _TRANSFORMS in machine.slots:
+        transforms = b"(?:" + _get(machine.slots[_TRANSFORMS]) + _ONE_TRANSFORM + b")?"
     match_rest = _compile(
         *(index, b"(N|", _INT, b")(?:", offset, size, _CALL, b")?ub"),
         *(info_kind, _BEGIN, path, rb"(?:h(.)|j(.{4}))"),
-        *(offset, b"(", _INT, b")", length, b"(", _INT, b")ub"),
+        *(offset, b"(", _INT, b")", length, b"(", _INT, b")", transforms, b"ub"),
     ).match
 
     def step() -> bool:
@@ -206,28 +213,41 @@ def _stored_step(
             rest = None if text is None else match_rest(data, rest_at)
             if rest is None:
                 break
-            hint, dims, short_path, long_path, at, length = rest.groups()
+            hint, dims, short_path, long_path, at, length, *named = rest.groups()
             file = memo.get(_little(short_path or long_path))
-            if file is None:
+            wrapped, num_more = _wrapped(memo, named)
+            if file is None or num_more is None:
                 break
             key, info = StorageKey(), StorageInfo()
             key.fqn = text
             key.index = None if hint == b"N" else _int(hint)
             key.offset = None if dims is None else machine.size(dims)
             info.relative_path = file
-            info.offset, info.length, info.transform_descriptors = _int(at), _int(length), None
+            info.offset, info.length = _int(at), _int(length)
+            info.transform_descriptors = wrapped
             push(key)
             push(info)
             if rest_at != found.end():
                 memo[num_put + 2] = text
                 num_put += 1
-            num_put += 4 if dims is None else 4 + _num_put(dims)
+            num_put += num_more + (4 if dims is None else 4 + _num_put(dims))
             end = rest.end()
             found = match_next(data, end)
         machine.position, machine.num_put = end, num_put
         return end > start and machine.skipped.add(first_slot, start, end, slot)
 
     return step
+
+
+def _wrapped(memo: dict[int, Any], named: list[Any]) -> tuple[list[Any] | None, int | None]:
+    """The transforms that the groups of _ONE_TRANSFORM name, and how many memo slots they take."""
+    if not any(named):
+        return None, 0
+    literal, short, long = named
+    if literal:
+        return ["stream.zstd/1"], 2
+    name = memo.get(_little(short or long))
+    return ([name], 1) if name is not None else (None, None)
 
 
 def _little(raw: bytes) -> int:

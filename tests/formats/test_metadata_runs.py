@@ -67,11 +67,11 @@ def test_any_index_goes_through(index: Index) -> None:
 
 
 def many(count: int = 40) -> bytes:
-    """A metadata with runs of chunks and of storage entries, and strings in both."""
+    """A metadata with runs of chunks and of storage entries, some of them compressed."""
     entries = {}
-    for key in ("model.w", "model.b"):
+    for key, transforms in (("model.w", ()), ("model.b", ("stream.zstd/1",))):
         chunks = [
-            Chunk(Box((i, 0), (1, 300)), Item(f"__{i % 3}_0.distcp", i * 70_000, 9))
+            Chunk(Box((i, 0), (1, 300)), Item(f"__{i % 3}_0.distcp", i * 70_000, 9, transforms))
             for i in range(count)
         ]
         columns = Chunks.of(chunks, num_dims=2)
@@ -118,7 +118,10 @@ def test_strings_written_again_for_each_entry() -> None:
     original = pickle.loads(MANY)
     plain = {
         type(key)(bytes(key.fqn, "ascii").decode(), key.offset, key.index): type(info)(
-            bytes(info.relative_path, "ascii").decode(), info.offset, info.length
+            bytes(info.relative_path, "ascii").decode(),
+            info.offset,
+            info.length,
+            [bytes(name, "ascii").decode() for name in info.transform_descriptors or ()] or None,
         )
         for key, info in original.storage_data.items()
     }
@@ -126,6 +129,8 @@ def test_strings_written_again_for_each_entry() -> None:
     file = io.BytesIO()
     pickle.Pickler(file, 4).dump(original)
     assert file.getvalue().count(b"model.w") > 40
+    assert file.getvalue().count(b"stream.zstd/1") == 40
+    assert either(MetadataMachine, file.getvalue()) == read_metadata(MANY)
     assert read_metadata(file.getvalue()) == read_metadata(MANY)
 
 
