@@ -15,7 +15,19 @@ from tempfile import SpooledTemporaryFile
 from threading import Event
 from typing import TypeAlias, cast
 
-from ckptool.dtypes import DType
+from ckptool.engine.item_verdict import (
+    DAMAGED,
+    OK,
+    UNVERIFIABLE,
+    Checked,
+    Subject,
+    damaged_payload,
+    fault,
+    finding_at,
+    finding_of,
+    settled,
+    worst,
+)
 from ckptool.engine.normal import item_blocks
 from ckptool.errors import (
     CkptoolError,
@@ -35,18 +47,14 @@ from ckptool.formats.dcp_item import (
 )
 from ckptool.formats.partial_bytes import PartialBytes
 from ckptool.formats.plain_values import NotPlain, decode_value
+from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.formats.zip_reading import StoredZip
-from ckptool.model import Box, Item
-from ckptool.planning.findings import ERROR, WARNING, Finding, subject_name
+from ckptool.model import Item
+from ckptool.planning.findings import ERROR, WARNING, Finding
+from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
-__all__ = ["BARE_PAYLOAD", "Checked", "Subject", "check_items"]
-
-BARE_PAYLOAD = "payload"
-
-OK = "ok"
-DAMAGED = "damaged"
-UNVERIFIABLE = "unverifiable"
+__all__ = ["check_items"]
 
 _MAX_BLOCK_BYTES = 8 << 20
 _MIN_BLOCK_BYTES = 64 << 10
@@ -56,53 +64,24 @@ _FRAMING_BYTES = 1 << 20  # more than the framing of any item
 Read: TypeAlias = Callable[[int, int], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """One item and what the index says of it; ``dtype`` and ``box`` are None for a value.
-
-    ``known_crc`` is the payload's CRC-32 where the index keeps one. ``wants_crc``: it is asked
-    for even where nothing is there to compare.
-    """
-
-    id: int
-    key: str
-    item: Item
-    dtype: DType | None = None
-    box: Box | None = None
-    known_crc: int | None = None
-    wants_crc: bool = False
-
-    @property
-    def needs_crc(self) -> bool:
-        """Whether the payload is read even if its item does not say what it should be."""
-        return self.wants_crc or self.known_crc is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What came of one item: ``status`` is ok, damaged or unverifiable.
-
-    ``num_bytes`` were read for it; ``crc32`` is that of the chunk's own bytes, None where
-    they do not stand there plainly or were not read.
-    """
-
-    subject: Subject
-    status: str
-    findings: tuple[Finding, ...]
-    num_bytes: int
-    crc32: int | None = None
-
-
 def check_items(
-    store: Store, subjects: Iterable[Subject], *, jobs: int, max_memory: int
+    store: Store,
+    subjects: Iterable[Subject],
+    *,
+    jobs: int,
+    max_memory: int,
+    progress: Progress = NO_PROGRESS,
 ) -> Iterator[Checked]:
     """Check items, which come sorted by file and offset; results come in the same order.
+
+    ``progress`` is told of bytes as they come, from any thread.
 
     Raises StorageError where the store itself fails; an object that is gone or shorter than
     it was listed is a finding.
     """
     block = max(_MIN_BLOCK_BYTES, min(_MAX_BLOCK_BYTES, max_memory // (4 * jobs)))
-    checker = _Checker(store, block=block, spool_bytes=max(block, max_memory // (2 * jobs)))
+    spool_bytes = max(block, max_memory // (2 * jobs))
+    checker = _Checker(store, block=block, spool_bytes=spool_bytes, progress=progress)
     window: deque[Future[list[Checked]]] = deque()
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="check")
     try:
@@ -137,8 +116,9 @@ def _batches(subjects: Iterable[Subject], block: int) -> Iterator[list[Subject]]
 class _Checker:
     """Checks batches; safe to call from several threads."""
 
-    def __init__(self, store: Store, *, block: int, spool_bytes: int) -> None:
+    def __init__(self, store: Store, *, block: int, spool_bytes: int, progress: Progress) -> None:
         self._store = store
+        self._progress = progress
         self._block = block
         self._spool_bytes = spool_bytes
         self.stopped = Event()
@@ -151,27 +131,30 @@ class _Checker:
             data = self._store.read(first.file, start=first.offset, end=last)
         except (ObjectMissingError, ShortReadError):
             return [self._check(s, self._from_store(s.item)) for s in batch]
+        self._progress.advance(len(data))
         return [self._check(s, _from_bytes(data, s.item.offset - first.offset)) for s in batch]
 
     def _from_store(self, item: Item) -> Read:
         def read(start: int, end: int) -> bytes:
-            return self._store.read(item.file, start=item.offset + start, end=item.offset + end)
+            data = self._store.read(item.file, start=item.offset + start, end=item.offset + end)
+            self._progress.advance(len(data))
+            return data
 
         return read
 
     def _check(self, subject: Subject, read: Read) -> Checked:
         """One item; every fault that belongs to it becomes a finding."""
         try:
-            if subject.item.transforms == (BARE_PAYLOAD,):
+            if subject.item.transforms == (PAYLOAD,):
                 return self._check_bare(subject, read)
             if subject.item.transforms:
                 return self._check_wrapped(subject, read)
             return self._check_plain(subject, read, subject.item.length)
         except (ObjectMissingError, ShortReadError) as error:
-            found = _finding(subject, "unreadable", ERROR, error.message, 0)
+            found = finding_at(subject, "unreadable", ERROR, error.message, 0)
             return Checked(subject, DAMAGED, (found,), 0)
         except (DamagedError, UnsupportedError) as error:
-            return _fault(subject, error)
+            return fault(subject, error)
 
     def _check_bare(self, subject: Subject, read: Read) -> Checked:
         """Bytes without framing: nothing tells what they should be."""
@@ -216,7 +199,7 @@ class _Checker:
     def _check_value(self, subject: Subject, read: Read, length: int) -> Checked:
         if length > self._spool_bytes:
             what = f"its {length} bytes are more than --max-memory leaves for one item"
-            found = _finding(subject, "not-checked", WARNING, what, 0)
+            found = finding_at(subject, "not-checked", WARNING, what, 0)
             return Checked(subject, UNVERIFIABLE, (found,), 0)
         value = parse_value_item(read(0, length))
         try:
@@ -230,14 +213,14 @@ class _Checker:
         """An item that is at hand as a whole."""
         errors = check_item(data)
         if errors:
-            findings = tuple(_of_error(subject, e) for e in errors)
-            return Checked(subject, _worst(findings), findings, len(data))
+            findings = tuple(finding_of(subject, e) for e in errors)
+            return Checked(subject, worst(findings), findings, len(data))
         header = parse_tensor_item(length=len(data), head=data)
         start, end = header.payload_offset, header.payload_offset + header.payload_num_bytes
         crc = header.crc32
         if crc is None and subject.needs_crc:
             crc = crc32(memoryview(data)[start:end])
-        return _settled(subject, header, len(data), crc)
+        return settled(subject, header, len(data), crc)
 
     def _check_large(self, subject: Subject, read: Read, length: int) -> Checked:
         """An item in blocks: framing from both ends, then the payload."""
@@ -248,11 +231,11 @@ class _Checker:
             crc = self._crc(read, header.payload_offset, header.payload_num_bytes)
             num_bytes += header.payload_num_bytes
         if header.crc32 is not None and crc != header.crc32:
-            findings.append(_damaged_payload(subject, header, crc))
-        settled = _settled(subject, header, num_bytes, crc)
-        findings.extend(settled.findings)
-        status = _worst(findings) if findings else settled.status
-        return Checked(subject, status, tuple(findings), num_bytes, settled.crc32)
+            findings.append(damaged_payload(subject, header, crc))
+        verdict = settled(subject, header, num_bytes, crc)
+        findings.extend(verdict.findings)
+        status = worst(findings) if findings else verdict.status
+        return Checked(subject, status, tuple(findings), num_bytes, verdict.crc32)
 
     def _crc(self, read: Read, start: int, num_bytes: int) -> int:
         crc = 0
@@ -312,78 +295,4 @@ def _check_framing(subject: Subject, stored: StoredZip, header: TensorItem) -> I
         except NeedMore:
             continue
         except CkptoolError as error:
-            yield _of_error(subject, error)
-
-
-def _settled(subject: Subject, header: TensorItem, num_bytes: int, crc: int | None) -> Checked:
-    """The comparison of sound headers with the index."""
-    findings = list(_compare(subject, header))
-    known = subject.known_crc
-    if known is not None and crc is not None and known != crc:
-        what = f"its payload has CRC-32 {crc:#010x}, ckpt.index says {known:#010x}"
-        findings.append(_finding(subject, "other-payload", ERROR, what, header.payload_offset))
-    is_proved = known is not None or header.crc32 is not None or not header.payload_num_bytes
-    status = _worst(findings) if findings else OK if is_proved else UNVERIFIABLE
-    own = crc if header.is_plain else None
-    return Checked(subject, status, tuple(findings), num_bytes, own)
-
-
-def _compare(subject: Subject, header: TensorItem) -> Iterator[Finding]:
-    assert subject.dtype is not None
-    assert subject.box is not None
-    if header.dtype != subject.dtype:
-        what = f"the index says {subject.dtype}, the item holds {header.dtype}"
-        yield _finding(subject, "wrong-dtype", ERROR, what, header.payload_offset)
-    if header.shape != subject.box.sizes:
-        sizes, shape = list(subject.box.sizes), list(header.shape)
-        what = f"the index says {sizes}, the item holds a tensor of shape {shape}"
-        yield _finding(subject, "wrong-shape", ERROR, what, header.payload_offset)
-    if 0 not in header.shape:
-        reach = sum((n - 1) * s for n, s in zip(header.shape, header.strides, strict=True))
-        need = (header.storage_offset + reach + 1) * header.dtype.itemsize
-        if min(header.strides, default=0) < 0 or need > header.payload_num_bytes:
-            what = f"its strides reach byte {need} of a payload of {header.payload_num_bytes}"
-            yield _finding(subject, "bad-strides", ERROR, what, header.payload_offset)
-
-
-def _damaged_payload(subject: Subject, header: TensorItem, crc: int | None) -> Finding:
-    what = (
-        f"its payload of {header.payload_num_bytes} bytes has CRC-32 {crc or 0:#010x}, "
-        f"{header.crc32 or 0:#010x} was stored with it"
-    )
-    return _finding(subject, "damaged-payload", ERROR, what, header.payload_offset)
-
-
-def _fault(subject: Subject, error: CkptoolError) -> Checked:
-    found = _of_error(subject, error)
-    return Checked(subject, _worst((found,)), (found,), 0)
-
-
-def _of_error(subject: Subject, error: CkptoolError) -> Finding:
-    offset = error.facts.get("offset")
-    offset = offset if isinstance(offset, int) else 0
-    is_inside = "file" not in error.facts
-    if isinstance(error, UnsupportedError):
-        return _finding(subject, "not-checked", WARNING, error.message, offset * is_inside)
-    is_payload = str(error.facts.get("record", "")).startswith("data/")
-    code = "damaged-payload" if is_payload else "damaged-item"
-    return _finding(subject, code, ERROR, error.message, offset * is_inside)
-
-
-def _finding(subject: Subject, code: str, severity: str, what: str, offset: int) -> Finding:
-    """``offset`` counts from the start of the item, as the bytes in ``what`` do."""
-    item = subject.item
-    place = f"item of {item.length} bytes at byte {item.offset} of {item.file}"
-    return Finding(
-        code,
-        severity,
-        f"{subject_name(subject.key, subject.box)}, {place}: {what}",
-        entry=subject.key,
-        box=subject.box,
-        file=item.file,
-        offset=item.offset + offset,
-    )
-
-
-def _worst(findings: Sequence[Finding]) -> str:
-    return DAMAGED if any(f.is_error for f in findings) else UNVERIFIABLE
+            yield finding_of(subject, error)

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ckptool.engine.check_items import DAMAGED, OK, Checked, Subject, check_items
+from ckptool.engine.check_items import check_items
+from ckptool.engine.item_verdict import DAMAGED, OK, UNVERIFIABLE, Subject
 from ckptool.model import TensorEntry
 from ckptool.operations.open import Checkpoint, open_checkpoint
+from ckptool.operations.replicas import Replicas
 from ckptool.operations.validate_objects import check_objects
-from ckptool.planning.findings import ERROR, WARNING, Finding, subject_name
+from ckptool.planning.findings import ERROR, WARNING, Finding
 from ckptool.planning.item_ranges import ItemRanges, item_ranges
 from ckptool.planning.structure import check_structure
 from ckptool.progress import NO_PROGRESS, Progress
@@ -200,29 +202,30 @@ def _read(
     progress: Progress,
 ) -> DataCounts:
     counts: Counter[str] = Counter()
-    replicas = _Replicas(ranges)
+    replicas = Replicas(ranges)
     num_bytes = int(ranges.length[rows].sum())
     progress.start("validate", num_bytes=num_bytes)
     try:
         subjects = (_subject(checkpoint, ranges, i, replicas) for i in rows.tolist())
-        for checked in check_items(checkpoint.store, subjects, jobs=jobs, max_memory=max_memory):
+        for checked in check_items(
+            checkpoint.store, subjects, jobs=jobs, max_memory=max_memory, progress=progress
+        ):
             counts[checked.status] += 1
             counts["bytes"] += checked.num_bytes
             take(checked.findings)
             take(replicas.compare(checked))
-            progress.advance(checked.subject.item.length)
     finally:
         progress.finish()
     return DataCounts(
         num_ok=counts[OK],
         num_damaged=counts[DAMAGED],
-        num_unverifiable=counts["unverifiable"],
+        num_unverifiable=counts[UNVERIFIABLE],
         num_skipped=len(ranges) - len(rows),
         num_bytes_read=counts["bytes"],
     )
 
 
-def _subject(checkpoint: Checkpoint, ranges: ItemRanges, i: int, replicas: _Replicas) -> Subject:
+def _subject(checkpoint: Checkpoint, ranges: ItemRanges, i: int, replicas: Replicas) -> Subject:
     entry = ranges.entries[int(ranges.owner[i])]
     if not isinstance(entry, TensorEntry):
         return Subject(i, entry.key, ranges.item(i))
@@ -237,50 +240,6 @@ def _subject(checkpoint: Checkpoint, ranges: ItemRanges, i: int, replicas: _Repl
         known_crc=None if payloads is None else payloads[row].crc32,
         wants_crc=replicas.has(i),
     )
-
-
-class _Replicas:
-    """Chunks that are stored more than once: their bytes must be the same."""
-
-    def __init__(self, ranges: ItemRanges) -> None:
-        self._ranges = ranges
-        self._doubled = _doubled_owners(ranges)
-        self._first: dict[tuple[str, str], Checked] = {}
-
-    def has(self, i: int) -> bool:
-        return int(self._ranges.owner[i]) in self._doubled
-
-    def compare(self, checked: Checked) -> Sequence[Finding]:
-        subject = checked.subject
-        if not self.has(subject.id) or checked.crc32 is None or checked.status == DAMAGED:
-            return ()
-        first = self._first.setdefault((subject.key, str(subject.box)), checked)
-        if first.crc32 == checked.crc32:
-            return ()
-        one, two = first.subject.item, subject.item
-        message = (
-            f"{subject_name(subject.key, subject.box)} is stored twice with different bytes: in "
-            f"{one.file} at byte {one.offset} and in {two.file} at byte {two.offset}"
-        )
-        return [
-            Finding(
-                "replicas-differ", ERROR, message, entry=subject.key, box=subject.box,
-                file=two.file, offset=two.offset,
-            )
-        ]  # fmt: skip
-
-
-def _doubled_owners(ranges: ItemRanges) -> set[int]:
-    """Tensors that have a box twice."""
-    doubled = set()
-    for owner, entry in enumerate(ranges.entries):
-        if not isinstance(entry, TensorEntry) or len(entry.chunks) < 2:
-            continue
-        chunks = entry.chunks
-        covered = int(chunks.sizes.prod(axis=1).sum())
-        if covered > entry.num_elements:
-            doubled.add(owner)
-    return doubled
 
 
 def _remedy(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str | None:

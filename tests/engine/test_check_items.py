@@ -8,7 +8,8 @@ import zstandard
 from recording_store import RecordingStore
 
 from ckptool.dtypes import dtype_named
-from ckptool.engine.check_items import Subject, check_items
+from ckptool.engine.check_items import check_items
+from ckptool.engine.item_verdict import Subject
 from ckptool.errors import AccessError
 from ckptool.formats.crc import crc32, crc32_combine
 from ckptool.formats.dcp_item import encode_item, encode_value_item
