@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptool.dtypes import DType
+from ckptool.engine.located import located
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_item import NeedMore, TensorItem, parse_tensor_item
@@ -32,6 +33,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 << 20
 FRAMING_BYTES = 1 << 20  # more than the framing of any item
+SLICE_BYTES = 2 << 10
 NUM_KEPT = 4
 
 
@@ -42,6 +44,19 @@ class _Kept:
     file: IO[bytes]
     lock: threading.Lock
     verified: bool
+
+    def read_into(self, view: memoryview, start: int) -> bool:
+        """Fill ``view``; False when others have crowded the payload out meanwhile."""
+        with self.lock:
+            if self.file.closed:
+                return False
+            self.file.seek(start)
+            view[:] = self.file.read(len(view))
+        return True
+
+    def close(self) -> None:
+        with self.lock:
+            self.file.close()
 
 
 class Normaliser:
@@ -61,30 +76,25 @@ class Normaliser:
             lock = self._locks.setdefault(payload.item, threading.Lock())
         with lock:
             kept = self._kept.get(payload.item)
-            num_bytes_read = 0
-            if kept is None:
-                kept = self._make(payload)
-                num_bytes_read = payload.item.length
-                self._keep(payload.item, kept)
-            with kept.lock:
-                kept.file.seek(normal.start)
-                view[:] = kept.file.read(len(view))
-        return kept.verified, num_bytes_read
+            if kept is not None and kept.read_into(view, normal.start):
+                return kept.verified, 0
+            kept = self._make(payload)
+            kept.read_into(view, normal.start)
+            self._keep(payload.item, kept)
+        return kept.verified, payload.item.length
 
     def close(self) -> None:
         """Drop what is kept."""
         with self._lock:
             for kept in self._kept.values():
-                kept.file.close()
+                kept.close()
             self._kept.clear()
 
     def _keep(self, item: Item, kept: _Kept) -> None:
         with self._lock:
             self._kept[item] = kept
             while len(self._kept) > NUM_KEPT:
-                _, old = self._kept.popitem(last=False)
-                with old.lock:
-                    old.file.close()
+                self._kept.popitem(last=False)[1].close()
 
     def _spool(self) -> IO[bytes]:
         return tempfile.SpooledTemporaryFile(max_size=self._max_memory_bytes)
@@ -103,11 +113,12 @@ class Normaliser:
 
     def _prove_into(self, spool: IO[bytes], payload: Payload) -> tuple[TensorItem, bool]:
         length = 0
-        for block in item_blocks(self._source, payload.item, max_bytes=_bound(payload)):
-            spool.write(block)
-            length += len(block)
-        item = _parse(spool, length, payload)
-        return item, _prove(spool, item, payload)
+        with located(payload.entry, payload.box, payload.item):
+            for block in item_blocks(self._source, payload.item, max_bytes=_bound(payload)):
+                spool.write(block)
+                length += len(block)
+            item = _parse(spool, length, payload)
+            return item, _prove(spool, item)
 
 
 def item_blocks(source: Store, item: Item, *, max_bytes: int | None) -> Iterator[bytes]:
@@ -140,26 +151,17 @@ def _decompressed(raw: Iterator[bytes], item: Item, max_bytes: int | None) -> It
     total = 0
     try:
         for block in raw:
-            # a block may grow a thousandfold: feed it in slices
-            for at in range(0, len(block), 64 << 10):
-                data = decoder.decompress(block[at : at + (64 << 10)])
+            # 4 bytes may stand for 128 KiB: feed it in slices
+            for at in range(0, len(block), SLICE_BYTES):
+                data = decoder.decompress(block[at : at + SLICE_BYTES])
                 total += len(data)
                 if max_bytes is not None and total > max_bytes:
-                    raise _damaged(item, f"decompresses to more than {max_bytes} bytes")
+                    raise DamagedError(f"it decompresses to more than {max_bytes} bytes")
                 yield data
     except zstandard.ZstdError as error:
-        raise _damaged(item, f"cannot be decompressed: {error}") from error
+        raise DamagedError(f"it cannot be decompressed: {error}") from error
     if not decoder.eof:
-        raise _damaged(item, "ends before its zstd stream does")
-
-
-def _damaged(item: Item, what: str) -> DamagedError:
-    return DamagedError(
-        f"{item.file}: the item at bytes {item.offset}..{item.end} {what}",
-        hint="ckptool validate --read-data lists every damaged entry",
-        file=item.file,
-        offset=item.offset,
-    )
+        raise DamagedError("it ends before its zstd stream does")
 
 
 def _bound(payload: Payload) -> int | None:
@@ -180,15 +182,14 @@ def _parse(spool: IO[bytes], length: int, payload: Payload) -> TensorItem:
             head_num_bytes, tail_num_bytes = more.head_num_bytes, more.tail_num_bytes
             continue
         if (item.dtype, item.shape) != (payload.dtype, payload.box.sizes):
-            raise _damaged(
-                payload.item,
-                f"of {payload.entry} holds {item.dtype} {list(item.shape)}, but the index says "
-                f"{payload.dtype} {list(payload.box.sizes)}",
+            raise DamagedError(
+                f"it holds {item.dtype} {list(item.shape)}, but the index says "
+                f"{payload.dtype} {list(payload.box.sizes)}"
             )
         return item
 
 
-def _prove(spool: IO[bytes], item: TensorItem, payload: Payload) -> bool:
+def _prove(spool: IO[bytes], item: TensorItem) -> bool:
     if item.crc32 is None:
         return False
     spool.seek(item.payload_offset)
@@ -197,8 +198,9 @@ def _prove(spool: IO[bytes], item: TensorItem, payload: Payload) -> bool:
         block = spool.read(min(left, BLOCK_BYTES))
         crc, left = crc32(block, crc), left - len(block)
     if crc != item.crc32:
-        raise _damaged(
-            payload.item, f"of {payload.entry} has CRC-32 {crc:08x}, its record {item.crc32:08x}"
+        raise DamagedError(
+            f"its payload has CRC-32 {crc:08x}, but its record says {item.crc32:08x}: the stored "
+            "bytes are damaged"
         )
     return True
 

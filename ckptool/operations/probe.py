@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ckptool.engine.located import located
 from ckptool.engine.normal import item_blocks
 from ckptool.errors import DamagedError
 from ckptool.formats.dcp_item import (
@@ -77,8 +78,8 @@ def read_value(store: Store, entry: ValueEntry) -> bytes:
             entry=entry.key,
         )
     raw = store.read(item.file, start=item.offset, end=item.end)
-    data = b"".join(item_blocks(store, item, max_bytes=None)) if item.transforms else raw
-    with _located(entry.key, None, item):
+    with located(entry.key, None, item):
+        data = b"".join(item_blocks(store, item, max_bytes=None)) if item.transforms else raw
         parse_value_item(data)
     return raw
 
@@ -127,27 +128,8 @@ def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> TensorItem:
     item = want.item
     while True:
         try:
-            with _located(want.entry.key, want.box, item):
+            with located(want.entry.key, want.box, item):
                 return parse_tensor_item(length=item.length, head=head, tail=tail)
         except NeedMore as more:
             sizes = (more.head_num_bytes, more.tail_num_bytes)
         head, tail = _read(store, _ends(item, *sizes))
-
-
-class _located:
-    """Adds to an error of a format where in the checkpoint the bytes stand."""
-
-    def __init__(self, entry: str, box: Box | None, item: Item) -> None:
-        self._where = f"{entry}{f' {box}' if box is not None else ''}"
-        self._entry, self._item = entry, item
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, DamagedError) and "entry" not in error.facts:
-            item = self._item
-            raise type(error)(
-                f"{self._where}: the item at {item.file}:{item.offset}: {error.message}",
-                hint=error.hint or "ckptool validate --read-data lists every damaged entry",
-                **{**error.facts, "entry": self._entry, "file": item.file, "offset": item.offset},
-            ) from error

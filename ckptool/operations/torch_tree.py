@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.engine.located import located
 from ckptool.engine.normal import item_blocks
 from ckptool.errors import OverBudgetError, UnsupportedError
 from ckptool.formats.dcp_item import parse_value_item
@@ -50,10 +51,11 @@ def read_trees(
                 hint=f"give a larger --max-memory, or --exclude '{key}'",
                 entry=key,
             )
-        try:
-            values[key] = _read(checkpoint, entry, records)
-        except UnsupportedError as error:
-            left_out[key] = error.message
+        with located(key, None, entry.item):
+            try:
+                values[key] = _read(checkpoint, entry, records)
+            except UnsupportedError as error:
+                left_out[key] = error.message
     by_file = {
         file.name: _tree(layout, file, values if number == 0 else {}, int_keys)
         for number, file in enumerate(layout.files)
