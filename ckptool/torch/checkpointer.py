@@ -19,14 +19,13 @@ from typing import Any
 
 from ckptool.errors import NoCheckpointError, RefusedError, UsageError
 from ckptool.storage import open_store
-from ckptool.torch.attempts import abort_stale_uploads
 from ckptool.torch.group import Group
 from ckptool.torch.loading import choose_entries, load_entries
 from ckptool.torch.local_state import flatten
 from ckptool.torch.news import News
 from ckptool.torch.opening import open_together
 from ckptool.torch.reports import LoadReport, SaveReport
-from ckptool.torch.retention import Retention, committed_steps
+from ckptool.torch.retention import Retention, abort_stale_uploads, committed_steps
 from ckptool.torch.save_run import SaveContext
 from ckptool.torch.saver import Saver
 

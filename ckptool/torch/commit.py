@@ -8,12 +8,13 @@ that other attempts left are removed only after that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
 from ckptool import __version__
 from ckptool.errors import DamagedError, NotEmptyError, StorageError
+from ckptool.formats.ckpt_index import Payloads, write_index
 from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_metadata import write_metadata
 from ckptool.layout import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, is_committed
@@ -40,13 +41,13 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a commit says of the checkpoint; ``index_bytes`` is ``ckpt.index``, or None."""
+    """What a commit says of the checkpoint; ``payloads`` go into ``ckpt.index``."""
 
     step: int | None
     attempt: str | None
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
-    index_bytes: bytes | None = None
+    payloads: Mapping[str, Payloads] = field(default_factory=dict)
 
 
 def refuse_if_committed(store: Store) -> None:
@@ -73,9 +74,9 @@ def commit_checkpoint(
     _check_sizes(store, objects)
     metadata = write_metadata(index)
     fault_point("before-manifest", rank=rank, owner_pid=owner_pid)
-    if facts.index_bytes is not None:
-        _put(store, INDEX_NAME, facts.index_bytes)
-    manifest = _manifest(objects, metadata, facts)
+    index_bytes = write_index(index, payloads=facts.payloads, metadata=metadata)
+    _put(store, INDEX_NAME, index_bytes)
+    manifest = _manifest(objects, metadata, index_bytes, facts)
     _put(store, MANIFEST_NAME, write_manifest(manifest))
     fault_point("before-metadata", rank=rank, owner_pid=owner_pid)
     _put(store, METADATA_NAME, metadata, if_absent=True)
@@ -90,11 +91,12 @@ def remove_orphans(store: Store, live: set[str]) -> None:
             store.delete(info.key)
 
 
-def _manifest(objects: Sequence[StoredObject], metadata: bytes, facts: Commit) -> Manifest:
+def _manifest(
+    objects: Sequence[StoredObject], metadata: bytes, index_bytes: bytes, facts: Commit
+) -> Manifest:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     stored = {row.key: ObjectFacts(row.num_bytes, row.crc32) for row in objects}
-    if facts.index_bytes is not None:
-        stored[INDEX_NAME] = ObjectFacts(len(facts.index_bytes), crc32(facts.index_bytes))
+    stored[INDEX_NAME] = ObjectFacts(len(index_bytes), crc32(index_bytes))
     return Manifest(
         step=facts.step,
         created=now,

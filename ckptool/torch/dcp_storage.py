@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from torch.futures import Future
 
 from ckptool.dtypes import dtype_named
 from ckptool.errors import DamagedError, StorageError, UnsupportedError
-from ckptool.formats.dcp_metadata import read_metadata
+from ckptool.formats.ckpt_index import Payloads
 from ckptool.layout import shard_file_name
 from ckptool.model import Box, Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
 from ckptool.storage import open_recipe, open_store
@@ -54,10 +55,10 @@ from ckptool.torch.commit import (
 )
 from ckptool.torch.compressed import decompress_value
 from ckptool.torch.local_state import torch_dtype
-from ckptool.torch.opening import Opened, read_committed
+from ckptool.torch.opening import Opened, open_alone
 from ckptool.torch.reading import Need, ReadCount, read_needs
 from ckptool.torch.save_run import tensor_payload
-from ckptool.torch.shard_file import TensorItem, ValueItem, write_shard_file
+from ckptool.torch.shard_file import ItemResult, TensorItem, ValueItem, write_shard_file
 
 __all__ = ["CkptoolReader", "CkptoolWriter"]
 
@@ -133,26 +134,28 @@ class CkptoolWriter(StorageWriter):
         facts = (shard.num_bytes, shard.crc32, shard.verified)
         done.set_result(
             [
-                WriteResult(item.index, row.length, (shard.key, row.offset, row.length, *facts))
+                WriteResult(item.index, row.length, (shard.key, row.to_json(), *facts))
                 for item, row in zip(plan.items, shard.items, strict=True)
             ]
         )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        items: dict[MetadataIndex, Item] = {}
+        items: dict[MetadataIndex, tuple[Item, ItemResult]] = {}
         objects: dict[str, StoredObject] = {}
-        for result in (row for rows in results for row in rows):
-            key, offset, length, num_bytes, crc, verified = result.storage_data
-            items[result.index] = Item(key, offset, length)
+        for result in chain.from_iterable(results):
+            key, row, num_bytes, crc, verified = result.storage_data
+            item = ItemResult.from_json(row)
+            items[result.index] = (Item(key, item.offset, item.length), item)
             objects[key] = StoredObject(key, num_bytes, crc, verified)
+        index, payloads = _index_of(metadata, items)
         facts = Commit(
             step=None,
             attempt=self._save_id,
             layout={"world_size": len(results)},
             versions={"torch": torch.__version__},
+            payloads=payloads,
         )
-        index = _index_of(metadata, items)
         commit_checkpoint(self._place.store, index, list(objects.values()), facts)
         remove_orphans(self._place.store, set(objects))
 
@@ -237,8 +240,7 @@ class CkptoolReader(StorageReader):
 
     def _open(self) -> Opened:
         if self._opened is None:
-            store = self._place.store
-            self._opened = Opened(store.url, read_metadata(read_committed(store)))
+            self._opened = open_alone(self._place.store)
         return self._opened
 
     def _value(self, key: str) -> io.BytesIO:
@@ -273,29 +275,35 @@ def _rows(index: Index, key: str) -> dict[tuple[int, ...], int]:
     return {tuple(offsets[row]): row for row in order}
 
 
-def _index_of(metadata: Metadata, items: Mapping[MetadataIndex, Item]) -> Index:
+def _index_of(
+    metadata: Metadata, items: Mapping[MetadataIndex, tuple[Item, ItemResult]]
+) -> tuple[Index, dict[str, Payloads]]:
     paths = metadata.planner_data or {}
     entries: dict[str, Entry] = {}
+    payloads: dict[str, Payloads] = {}
     for key, row in metadata.state_dict_metadata.items():
         path = tuple(paths[key]) if key in paths else None
         if isinstance(row, BytesStorageMetadata):
-            entries[key] = ValueEntry(key, items.get(MetadataIndex(key)), path)
+            value, _ = items.get(MetadataIndex(key), (None, None))
+            entries[key] = ValueEntry(key, value, path)
             continue
-        chunks = []
+        dtype = dtype_named(str(row.properties.dtype).removeprefix("torch."))
+        chunks, facts = [], []
         for chunk in row.chunks:
-            item = items.get(MetadataIndex(key, chunk.offsets))
-            if item is None:
+            found = items.get(MetadataIndex(key, chunk.offsets))
+            if found is None:
                 raise StorageError(
                     f"{key}: no rank stored the chunk at {tuple(chunk.offsets)}",
                     hint="nothing was committed; every rank must save all that it holds",
                 )
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            chunks.append(Chunk(box, item))
-        dtype = dtype_named(str(row.properties.dtype).removeprefix("torch."))
+            chunks.append(Chunk(box, found[0]))
+            facts.append(found[1].described(box.num_elements * dtype.itemsize))
+        payloads[key] = Payloads.of(facts)
         shape = tuple(row.size)
         columns = Chunks.of(chunks, num_dims=len(shape))
         entries[key] = TensorEntry(key, dtype, shape, columns, path)
-    return Index(entries)
+    return Index(entries), payloads
 
 
 def _metadata_of(index: Index, *, checkpoint_id: str) -> Metadata:

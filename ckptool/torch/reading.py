@@ -32,7 +32,7 @@ __all__ = ["Need", "ReadCount", "read_needs"]
 _PIECE_BYTES = 16 << 20
 _MAX_GAP = 4096
 _SMALL_ITEM = 1 << 20
-_MAX_WIDENING = 1 / 64
+_MAX_WIDENING = 1 / 20
 
 
 @dataclass(frozen=True)

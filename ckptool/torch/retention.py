@@ -23,6 +23,7 @@ from ckptool.storage.base import Store
 
 __all__ = [
     "Retention",
+    "abort_stale_uploads",
     "committed_steps",
     "delete_step",
     "is_shard_name",
@@ -30,6 +31,7 @@ __all__ = [
     "steps_to_delete",
 ]
 
+_ATTEMPT = re.compile(r"[^/]+/__\d+_\d+\.[0-9a-f]+\.distcp")
 _SHARD = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp")
 
 
@@ -98,6 +100,17 @@ def delete_step(store: Store) -> None:
     objects = [item.key for item in store.list()]
     for key in sorted(objects, key=lambda key: key != METADATA_NAME):
         store.delete(key)
+
+
+def abort_stale_uploads(run: Store) -> list[str]:
+    """Abort what saves that died left half written in a run; returns the keys.
+
+    Only uploads with the names that an attempt gives its shard files are touched.
+    """
+    stale = [row for row in run.list_uploads() if _ATTEMPT.fullmatch(row.key)]
+    for row in stale:
+        run.abort_upload(row.key, row.token)
+    return [row.key for row in stale]
 
 
 def is_shard_name(key: str) -> bool:

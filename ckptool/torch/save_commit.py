@@ -56,9 +56,9 @@ def commit_rows(
     offers = [tuple(map(Offer.from_json, row)) for row in agreed["offers"]]
     shares = [tuple(map(Share.from_json, row)) for row in agreed["shares"]]
     paths = {key: tuple(path) for key, path in agreed["paths"].items()}
-    index = build_index(offers, shares, paths, results)
+    index, payloads = build_index(offers, shares, paths, results)
     objects = stored_objects(results)
-    facts = Commit(order.step, order.attempt, order.layout, order.versions)
+    facts = Commit(order.step, order.attempt, order.layout, order.versions, payloads)
     commit_checkpoint(run.child(order.name), index, objects, facts, rank=rank, owner_pid=owner_pid)
     return {
         "num_bytes": sum(row.num_bytes for row in objects),

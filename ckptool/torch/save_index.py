@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.errors import UsageError
+from ckptool.formats.ckpt_index import Payload, Payloads
 from ckptool.model import Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
 from ckptool.torch.commit import StoredObject
 from ckptool.torch.shard_file import ShardResult
@@ -42,9 +43,12 @@ def build_index(
     shares: Sequence[Sequence[Share]],
     paths: Mapping[str, tuple[str | int, ...]],
     results: Sequence[RankResult],
-) -> Index:
-    """The index; raises UsageError where two ranks stored a value under one key."""
-    chunks: dict[str, list[Chunk]] = {}
+) -> tuple[Index, dict[str, Payloads]]:
+    """The index, and every payload's place and CRC-32s.
+
+    Raises UsageError where two ranks stored a value under one key.
+    """
+    chunks: dict[str, list[tuple[Chunk, Payload]]] = {}
     first: dict[str, Offer] = {}
     values: dict[str, ValueEntry] = {}
     for rank_offers, rank_shares, result in zip(offers, shares, results, strict=True):
@@ -54,20 +58,23 @@ def build_index(
             continue
         file, items = result.shard.key, result.shard.items
         for share, row in zip(rank_shares, items, strict=False):
-            key = rank_offers[share.offer].key
-            item = Item(file, row.offset, row.length)
-            chunks.setdefault(key, []).append(Chunk(share.box, item))
+            offer = rank_offers[share.offer]
+            payload = row.described(share.box.num_elements * offer.dtype.itemsize)
+            chunk = Chunk(share.box, Item(file, row.offset, row.length))
+            chunks.setdefault(offer.key, []).append((chunk, payload))
         for (key, path), row in zip(result.values, items[len(rank_shares) :], strict=True):
             if key in values or key in first:
                 raise UsageError(f"{key} was stored by two ranks", hint="put the rank into the key")
             values[key] = ValueEntry(key, Item(file, row.offset, row.length), path)
     entries: dict[str, Entry] = {}
+    payloads: dict[str, Payloads] = {}
     for key, offer in first.items():
-        rows = sorted(chunks.get(key, []), key=lambda chunk: chunk.box.offsets)
-        columns = Chunks.of(rows, num_dims=len(offer.shape))
+        rows = sorted(chunks.get(key, []), key=lambda row: row[0].box.offsets)
+        columns = Chunks.of([chunk for chunk, _ in rows], num_dims=len(offer.shape))
+        payloads[key] = Payloads.of([payload for _, payload in rows])
         entries[key] = TensorEntry(key, offer.dtype, offer.shape, columns, paths.get(key))
     entries.update(values)
-    return Index(entries)
+    return Index(entries), payloads
 
 
 def stored_objects(results: Sequence[RankResult]) -> list[StoredObject]:

@@ -15,7 +15,6 @@ import torch
 
 from ckptool.layout import shard_file_name, step_name
 from ckptool.storage.base import Store
-from ckptool.torch.attempts import AttemptFile
 from ckptool.torch.commit import refuse_if_committed
 from ckptool.torch.faults import fault_point
 from ckptool.torch.group import Group
@@ -92,7 +91,6 @@ class InProcess:
             return None
         rank, folder = context.group.rank, step_name(save.step)
         name = shard_file_name(rank, 0, attempt=save.attempt)
-        entry = AttemptFile(context.run, attempt=save.attempt, rank=rank)
         num_parts = 0
 
         def on_part() -> None:
@@ -101,18 +99,14 @@ class InProcess:
             num_parts += 1
             context.news.progress()
 
-        try:
-            return write_shard_file(
-                context.run.child(folder),
-                name,
-                [*items, *values],
-                num_threads=context.num_threads,
-                on_open=lambda token, size: entry.write(f"{folder}/{name}", token, size),
-                on_part=on_part,
-                should_stop=lambda: context.news.failure(save.attempt),
-            )
-        finally:
-            entry.remove()
+        return write_shard_file(
+            context.run.child(folder),
+            name,
+            [*items, *values],
+            num_threads=context.num_threads,
+            on_part=on_part,
+            should_stop=lambda: context.news.failure(save.attempt),
+        )
 
     def commit(
         self, context: SaveContext, save: RankSave, order: CommitOrder, rows: list[bytes]

@@ -15,6 +15,8 @@ from typing import Any
 
 from ckptool.dtypes import DType
 from ckptool.errors import CkptoolError, StorageError
+from ckptool.formats.ckpt_index import BLOCK_BYTES
+from ckptool.formats.ckpt_index import Payload as PayloadFacts
 from ckptool.formats.crc import crc32, crc32_join
 from ckptool.formats.dcp_item import ItemFraming, encode_item
 from ckptool.planning.parts import Bounds, choose_part_bytes
@@ -25,7 +27,6 @@ __all__ = [
     "write_shard_file",
 ]  # fmt: skip
 
-BLOCK_BYTES = 4 << 20
 Payload = Callable[[int, int], memoryview]
 
 
@@ -57,6 +58,11 @@ class ItemResult:
     payload_start: int = 0
     payload_crc32: int = 0
     block_crc32s: tuple[int, ...] = ()
+
+    def described(self, num_bytes: int) -> PayloadFacts:
+        """What our index says of a payload of ``num_bytes``."""
+        offset = self.payload_start - self.offset
+        return PayloadFacts(offset, num_bytes, self.payload_crc32, self.block_crc32s)
 
     def to_json(self) -> list[Any]:
         blocks = list(self.block_crc32s)
@@ -123,7 +129,7 @@ def write_shard_file(
     *,
     image: memoryview | None = None,
     num_threads: int = 8,
-    on_open: Callable[[str, int], None] = lambda token, num_bytes: None,
+    on_open: Callable[[str], None] = lambda token: None,
     on_part: Callable[[], None] = lambda: None,
     should_stop: Callable[[], CkptoolError | None] = lambda: None,
 ) -> ShardResult:
@@ -264,7 +270,7 @@ def _assemble(
     num_bytes: int,
     image: memoryview | None,
     num_threads: int,
-    on_open: Callable[[str, int], None],
+    on_open: Callable[[str], None],
     on_part: Callable[[], None],
     should_stop: Callable[[], CkptoolError | None],
 ) -> tuple[ObjectInfo, str]:
@@ -273,7 +279,7 @@ def _assemble(
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ckptool-part")
     pending: set[Future[PartReceipt]] = set()
     try:
-        on_open(assembly.token, num_bytes)
+        on_open(assembly.token)
         for part in cutter.parts():
             _raise(should_stop())
             while len(pending) > num_threads:

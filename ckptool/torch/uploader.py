@@ -22,7 +22,6 @@ from typing import Any
 
 from ckptool.errors import CkptoolError, StorageError
 from ckptool.storage import Store, open_store
-from ckptool.torch.attempts import AttemptFile
 from ckptool.torch.channel import Channel, Message
 from ckptool.torch.faults import fault_point
 from ckptool.torch.image import Image, Region
@@ -41,7 +40,7 @@ class _Uploader:
         self._orders: queue.Queue[Message | None] = queue.Queue()
         self._stopped: dict[str, CkptoolError] = {}
         self._orphaned = False
-        self._busy: tuple[tuple[str, str, int], AttemptFile] | None = None
+        self._busy: tuple[str, str] | None = None
         self._run: Store | None = None
         self._memory = memoryview(b"")
         self._image = Image((), 0)
@@ -100,13 +99,10 @@ class _Uploader:
         tensors = [
             TensorItem(row.dtype, row.sizes, _payload(image, row)) for row in self._image.regions
         ]
-        entry = AttemptFile(self._run, attempt=attempt, rank=self._rank)
         num_parts = 0
 
-        def on_open(token: str, num_bytes: int) -> None:
-            upload = (f"{folder}/{key}", token, num_bytes)
-            entry.write(*upload)
-            self._busy = (upload, entry)
+        def on_open(token: str) -> None:
+            self._busy = (f"{folder}/{key}", token)
 
         def on_part() -> None:
             nonlocal num_parts
@@ -128,7 +124,6 @@ class _Uploader:
             )
         finally:
             self._busy = None
-            entry.remove()
         return shard.to_json()
 
     def _commit(self, message: Message) -> Any:
@@ -173,12 +168,10 @@ class _Uploader:
         self._orders.put(None)
         threading.Timer(_LAST_SECONDS, lambda: os._exit(3)).start()
         if self._busy is not None and self._run is not None:
-            (key, token, num_bytes), entry = self._busy
             try:
-                self._run.attach_assembly(key, token, num_bytes=num_bytes).abort()
-                entry.remove()
+                self._run.abort_upload(*self._busy)
             except CkptoolError:
-                pass  # the next start aborts what the attempt's file names
+                pass  # the next start aborts it
 
 
 def main() -> None:
