@@ -11,7 +11,7 @@
     ├── StorageError             exit 12   storage failed after retries
     │   ├── ObjectMissingError             the object is not there
     │   ├── ShortReadError                 fewer bytes came than the object has
-    │   └── AccessError                    bad credentials, no permission, no such bucket, no network
+    │   └── AccessError                    bad credentials, no permission, no bucket, no network
     └── InterruptedByUser        exit 130
 
 Every message says what, where and what to do next: ``message`` names the tensor, box, file

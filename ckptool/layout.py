@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "INDEX_NAME",
+    "JOURNAL_NAME",
     "MANIFEST_NAME",
     "METADATA_NAME",
     "is_checkpoint_listing",

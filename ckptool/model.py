@@ -17,7 +17,17 @@ import numpy.typing as npt
 
 from ckptool.dtypes import DType
 
-__all__ = ["Box", "Chunk", "Chunks", "Entry", "Extent", "Index", "Item", "TensorEntry", "ValueEntry"]
+__all__ = [
+    "Box",
+    "Chunk",
+    "Chunks",
+    "Entry",
+    "Extent",
+    "Index",
+    "Item",
+    "TensorEntry",
+    "ValueEntry",
+]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Path: TypeAlias = "tuple[str | int, ...]"
@@ -39,7 +49,8 @@ class Box:
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+        rows = zip(self.offsets, self.ends, strict=True)
+        return "[" + ", ".join(f"{start}:{end}" for start, end in rows) + "]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,16 @@ class Chunks(Sequence[Chunk]):
     all tensors of an index.
     """
 
-    __slots__ = ("file", "files", "lengths", "offsets", "sizes", "starts", "transform", "transforms")
+    __slots__ = (
+        "file",
+        "files",
+        "lengths",
+        "offsets",
+        "sizes",
+        "starts",
+        "transform",
+        "transforms",
+    )
 
     def __init__(
         self,

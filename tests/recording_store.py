@@ -102,6 +102,13 @@ class RecordingStore:
         self.record("put", key, 0, len(data))
         return self.inner.put(key, data, if_absent=if_absent)
 
+    def append(self, key: str, data: Buffer) -> None:
+        self.record("write", key, 0, len(data))
+        self.inner.append(key, data)
+
+    def copies_from(self, other: Store) -> bool:
+        return self.inner.copies_from(other.inner if isinstance(other, RecordingStore) else other)
+
     def open_stream(self, key: str) -> RecordingStream:
         self.record("open", key)
         return RecordingStream(self, key, self.inner.open_stream(key))
@@ -183,6 +190,12 @@ class RecordingAssembly:
         self._store.record("copy", self._key, start, end)
         receipt: PartReceipt = self._inner.copy_part(number, source_url, start=start, end=end)
         return receipt
+
+    def surviving(self, claims: Sequence[tuple[PartReceipt, int, int | None]]) -> set[int]:
+        return self._inner.surviving(claims)
+
+    def listed_parts(self) -> Sequence[PartReceipt]:
+        return self._inner.listed_parts()
 
     def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
         self._store.record("commit", self._key)

@@ -14,12 +14,13 @@ from ckptool.cli.options import (
     dest_options,
     exit_statuses,
     plan_options,
-    work_options,
+    run_options,
 )
 from ckptool.cli.output import Output
 from ckptool.cli.rename import read_renames
+from ckptool.cli.report import print_report, say_discarded
 from ckptool.cli.text import count, size, some
-from ckptool.operations.export import ExportResult, export
+from ckptool.operations.export import ExportResult, discard_export, export
 
 __all__ = ["command"]
 
@@ -44,10 +45,17 @@ __all__ = ["command"]
 @click.option("--strict", is_flag=True, help="Refuse to leave out a value that cannot be carried.")
 @plan_options
 @dest_options
-@work_options
+@run_options
 @common_options
 def command(
-    out: Output, *, source: str, dest: str, rename: str | None, probe: bool, **options: Any
+    out: Output,
+    *,
+    source: str,
+    dest: str,
+    rename: str | None,
+    probe: bool,
+    discard: bool,
+    **options: Any,
 ) -> int:
     """Hand the model to inference: one file, or a Hugging Face folder.
 
@@ -56,6 +64,9 @@ def command(
     there yet. Without --all and --only the model is taken, under its own names; what was left
     out is printed. Nothing is cast unless --dtype asks for it.
     """
+    if discard:
+        discard_export(dest, dest_options=options["dest_options"])
+        return say_discarded(out, dest)
     result = export(
         source,
         dest,
@@ -84,13 +95,7 @@ def _print(out: Output, result: ExportResult) -> None:
     if report is None:
         out.line("  dry run: nothing was written")
         return
-    out.line(
-        f"  {size(report.num_bytes_read)} read, {size(report.num_bytes_written)} written; "
-        f"{count(report.payloads_proved, 'payload')} verified"
-    )
-    if report.unverifiable:
-        keys = sorted({check.entry for check in report.unverifiable})
-        out.line(f"note: {some(keys)} have no CRC-32 stored and could not be verified")
+    print_report(out, report)
 
 
 def _files(result: ExportResult) -> str:

@@ -6,11 +6,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import click
 
 from ckptool.cli.output import Output
+from ckptool.engine.run import How
 
 __all__ = [
     "EXIT_STATUSES",
@@ -21,6 +23,7 @@ __all__ = [
     "parse_size",
     "parse_storage_options",
     "plan_options",
+    "run_options",
     "work_options",
 ]
 
@@ -132,6 +135,67 @@ def work_options(function: F) -> F:
         "--max-memory", type=SIZE, metavar="SIZE", help="Bound of the buffers, such as 256MiB."
     )
     return cast("F", jobs(memory(wrapper)))
+
+
+def run_options(function: F) -> F:
+    """For commands that write from a plan: how it is run, and what of an earlier run is done.
+
+    The command gets ``how``, ``resume`` and ``discard``.
+    """
+
+    @functools.wraps(function)
+    def wrapper(
+        *args: Any,
+        executor: str,
+        dask: str | None,
+        dask_forward_credentials: bool,
+        trust_server: bool,
+        resume: bool,
+        discard: bool,
+        jobs: int | None = None,
+        max_memory: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if resume and discard:
+            raise click.UsageError("--resume and --discard exclude each other")
+        if dask is not None and executor == "processes":
+            raise click.UsageError("--dask and --executor processes exclude each other")
+        how = How(
+            jobs=jobs,
+            executor=executor if dask is None else f"dask:{dask}",
+            trust_server=trust_server,
+            forward_credentials=dask_forward_credentials,
+        )
+        if max_memory is not None:
+            how = replace(how, max_memory=max_memory)
+        return function(*args, how=how, resume=resume, discard=discard, **kwargs)
+
+    options = [
+        click.option(
+            "--executor",
+            type=click.Choice(["threads", "processes"]),
+            default="threads",
+            show_default=True,
+            help="What does the work on this machine.",
+        ),
+        click.option("--dask", metavar="ADDRESS", help="Work on the Dask cluster there instead."),
+        click.option(
+            "--dask-forward-credentials",
+            is_flag=True,
+            help="Send storage options with secrets to Dask workers; tls:// only.",
+        ),
+        click.option(
+            "--trust-server",
+            is_flag=True,
+            help="Do not read again what a store copied without telling its CRC-32.",
+        ),
+        click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+        click.option("--discard", is_flag=True, help="Remove what an interrupted run left."),
+    ]
+    decorated: Any = work_options(wrapper)
+    for option in reversed(options):
+        decorated = option(decorated)
+    return cast("F", decorated)
 
 
 def parse_size(text: str) -> int:

@@ -12,11 +12,12 @@ from ckptool.cli.options import (
     dest_options,
     exit_statuses,
     plan_options,
-    work_options,
+    run_options,
 )
 from ckptool.cli.output import Output
+from ckptool.cli.report import print_report, say_discarded
 from ckptool.cli.text import count, size, some
-from ckptool.operations.reshard import ReshardResult, reshard
+from ckptool.operations.reshard import ReshardResult, discard_reshard, reshard
 
 __all__ = ["command"]
 
@@ -33,7 +34,7 @@ __all__ = ["command"]
 )
 @plan_options
 @dest_options
-@work_options
+@run_options
 @common_options
 def command(
     out: Output,
@@ -45,6 +46,7 @@ def command(
     compress: str | None,
     dry_run: bool,
     probe: bool,
+    discard: bool,
     **work: Any,
 ) -> int:
     """Lay a checkpoint out for another number of ranks.
@@ -53,6 +55,9 @@ def command(
     there yet. All values stay as they are, every byte is checked on the way, and nothing
     committed is at DEST before all of it is.
     """
+    if discard:
+        discard_reshard(dest, dest_options=work["dest_options"])
+        return say_discarded(out, dest)
     result = reshard(
         source,
         dest,
@@ -84,11 +89,5 @@ def _print(out: Output, result: ReshardResult) -> None:
     if report is None:
         out.line("  dry run: nothing was written")
         return
-    out.line(
-        f"  {size(report.num_bytes_read)} read, {size(report.num_bytes_written)} written; "
-        f"{count(report.payloads_proved, 'payload')} verified"
-    )
-    if report.unverifiable:
-        keys = sorted({check.entry for check in report.unverifiable})
-        out.line(f"note: {some(keys)} have no CRC-32 stored and could not be verified")
+    print_report(out, report)
     out.say(f"next: ckptool validate {result.dest_url} --read-data")

@@ -27,6 +27,11 @@ class CastCount:
     overflows: int
     underflows: int
 
+    def __add__(self, other: CastCount) -> CastCount:
+        return CastCount(
+            self.entry, self.overflows + other.overflows, self.underflows + other.underflows
+        )
+
 
 def cast(array: Array, source: DType, target: DType) -> tuple[Array, int, int]:
     """The array in another floating dtype, and how many elements overflowed and underflowed.

@@ -7,7 +7,7 @@ where their items stand is known afterwards.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import zstandard
 
 from ckptool.engine.normal import ZSTD
 from ckptool.engine.sinks import Writing
+from ckptool.engine.tasks import Target
 from ckptool.formats.crc import crc32
 from ckptool.model import Item
 from ckptool.planning.parts import Step
@@ -57,7 +58,7 @@ class Compressing(Writing):
         self._streams[index] = self._dest.open_stream(self._outputs[index].key)
         self._receipts[index] = []
 
-    def write_part(self, step: Step, data: memoryview, crc32: int) -> PartReceipt:
+    def write_part(self, target: Target, step: Step, data: memoryview, crc32: int) -> PartReceipt:
         """Write the next bytes of a file, item by item; closes the file after its last."""
         if step.start == 0:
             self._length = self._crc = 0
@@ -76,7 +77,7 @@ class Compressing(Writing):
             self.objects[output.key] = (self._length, self._crc)
         return PartReceipt(step.number, step.num_bytes)
 
-    def commit(self) -> list[ObjectInfo]:
+    def commit(self, *, published: Callable[[int], None] | None = None) -> list[ObjectInfo]:
         """Every file is visible already; without ``.metadata`` none counts."""
         self._done = True
         return self._infos

@@ -32,16 +32,20 @@ def join_crcs(pieces: Iterable[Piece], start: int, end: int) -> int | None:
 class Ledger:
     """Which source payloads are proved; pieces come in any order, from any worker.
 
-    ``proved``, ``unverifiable`` count payloads; ``unverifiable`` ones have no stored CRC.
+    ``proved`` counts payloads; ``unverifiable`` ones have no stored CRC, ``trusted`` ones were
+    copied by the store without one.
     """
 
     checks: Sequence[Check]
     proved: int = 0
     unverifiable: list[Check] = field(default_factory=list)
+    trusted: list[Check] = field(default_factory=list)
+    _checks: dict[int, Check] = field(default_factory=dict)
     _pieces: dict[int, list[Piece]] = field(default_factory=dict)
     _missing: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._checks = {check.id: check for check in self.checks}
         for check in self.checks:
             if check.by_normaliser:
                 self._missing[check.id] = check.extent.num_bytes
@@ -61,22 +65,29 @@ class Ledger:
         pieces.append(piece)
         self._missing[check_id] = missing - (piece[1] - piece[0])
         if self._missing[check_id] <= 0:
-            self._close(self.checks[check_id], pieces)
+            self._close(self._checks[check_id], pieces)
 
     def settle(self, check_id: int, *, verified: bool) -> None:
         """Note that somebody read a whole payload in order, and whether it had a CRC."""
         if self._missing.pop(check_id, None) is None:
             return
         self._pieces.pop(check_id, None)
+        check = self._checks[check_id]
         if verified:
-            self.proved += 1
+            self.proved += check.num_payloads
         else:
-            self.unverifiable.append(self.checks[check_id])
+            self.unverifiable.append(check)
+
+    def trust(self, check_id: int) -> None:
+        """Note that the store copied bytes of a payload and nobody was to verify them."""
+        if self._missing.pop(check_id, None) is not None:
+            self._pieces.pop(check_id, None)
+            self.trusted.append(self._checks[check_id])
 
     def gaps(self) -> Iterator[tuple[Check, list[tuple[int, int]]]]:
         """Payloads not proved yet, with the ranges that nobody has read."""
         for check_id in list(self._missing):
-            check = self.checks[check_id]
+            check = self._checks[check_id]
             if check.by_normaliser:
                 continue
             have = without_overlap((a, b) for a, b, _ in self._pieces.get(check_id, ()))
@@ -93,7 +104,7 @@ class Ledger:
     def _settle(self, check: Check, crc: int) -> None:
         if crc != check.crc32:
             raise bad_crc(check, crc)
-        self.proved += 1
+        self.proved += check.num_payloads
 
 
 def bad_crc(check: Check, crc: int) -> DamagedError:

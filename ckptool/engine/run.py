@@ -1,4 +1,4 @@
-"""Runs a byte plan: hands steps to workers under a memory budget, and keeps the ledger.
+"""Runs a byte plan: hands tasks to workers under a memory budget, and keeps the ledger.
 
 Nothing is visible when it returns: the caller commits. A failure anywhere stops the run and
 raises; what was not proved by then is read again for its CRC alone.
@@ -7,163 +7,225 @@ raises; what was not proved by then is read again for its CRC alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from ckptool.engine.cast import CastCount
+from ckptool.engine.executors import Executor, Threads, WorkerRecipe, open_executor
+from ckptool.engine.journal import Journal
 from ckptool.engine.ledger import Ledger, Piece, join_crcs
 from ckptool.engine.normal import Normaliser
 from ckptool.engine.sinks import Writing
+from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTask
 from ckptool.engine.worker import StepResult, Worker
 from ckptool.errors import OverBudgetError
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
+from ckptool.planning.copies import cut_for_copies
 from ckptool.planning.parts import Bounds, Step, choose_part_bytes, cut_output
-from ckptool.planning.plan import Check, Payload, Place, Plan
+from ckptool.planning.plan import Check, Output, Payload, Place, Plan
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
-__all__ = ["Budget", "RunReport", "run_plan"]
+__all__ = ["How", "RunReport", "run_plan"]
 
-LOCAL_PART_BYTES = 4 << 20
+PROVE_BYTES = 4 << 20
+REMOTE_JOBS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How much may be in flight: buffers of ``max_memory_bytes``, ``num_jobs`` steps at once."""
+class How:
+    """How a plan is run: buffers of ``max_memory`` bytes at most, ``jobs`` steps at once.
 
-    max_memory_bytes: int
-    num_jobs: int
+    ``executor`` is "threads", "processes" or "dask:ADDRESS". ``server_copy``: ranges are copied
+    by the store itself. ``trust_server`` waives reading what it copied without a CRC-32.
+    """
 
-    @classmethod
-    def of(cls, *, max_memory: int, jobs: int | None, stores: tuple[Store, ...]) -> Budget:
-        """The budget of a user's ``--max-memory`` and ``--jobs``; None picks what suits."""
-        remote = any(
-            store.capabilities.server_copy or not store.capabilities.assembly for store in stores
-        )
-        picked = jobs or (16 if remote else min(8, 2 * (os.cpu_count() or 1)))
-        return cls(max_memory, picked)
+    max_memory: int = 1 << 30
+    jobs: int | None = None
+    executor: str = "threads"
+    server_copy: bool = False
+    trust_server: bool = False
+    forward_credentials: bool = False
+
+    def num_jobs(self, *stores: Store) -> int:
+        """What ``--jobs`` says, or what suits the stores."""
+        if self.jobs is not None:
+            return self.jobs
+        remote = any(s.capabilities.server_copy or not s.capabilities.assembly for s in stores)
+        return REMOTE_JOBS if remote else min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclass
 class RunReport:
-    """What a run did. ``objects`` has, per output key, its length and CRC-32."""
+    """What a run did. ``objects`` has, per output key, its length and CRC-32 where known.
+
+    ``num_bytes_read`` and ``num_bytes_sent`` went through us, ``num_bytes_copied`` did not.
+    ``unverifiable`` payloads have no stored CRC; ``trusted`` ones the server copied unread.
+    """
 
     num_bytes_written: int = 0
     num_bytes_read: int = 0
+    num_bytes_sent: int = 0
+    num_bytes_copied: int = 0
     num_parts: int = 0
+    num_parts_kept: int = 0
     payloads_proved: int = 0
     unverifiable: list[Check] = field(default_factory=list)
+    trusted: list[Check] = field(default_factory=list)
     casts: dict[str, CastCount] = field(default_factory=dict)
-    objects: dict[str, tuple[int, int]] = field(default_factory=dict)
+    objects: dict[str, tuple[int, int | None]] = field(default_factory=dict)
 
 
 def run_plan(
     plan: Plan,
     *,
     source: Store,
-    writing: Writing,
     dest: Store,
-    budget: Budget,
+    writing: Writing,
+    how: How,
     streams: Sequence[Payload] = (),
+    journal: Journal | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> RunReport:
     """Do every step of a plan and prove every payload it used.
 
     ``streams`` are wrapped items that are copied as they are: they are read once more, in
-    order, to be proved.
+    order, to be proved. Steps that ``journal`` knows as done are kept.
 
     Raises DamagedError for the first payload whose bytes are not what its item says,
     StorageError when reading or writing fails, OverBudgetError when no part fits the budget.
     """
-    normaliser = Normaliser(source, max_memory_bytes=budget.max_memory_bytes // 8)
+    num_jobs = 1 if writing.in_order else how.num_jobs(source, dest)
+    spool = how.max_memory // 8
+    normaliser = Normaliser(source, max_memory_bytes=spool)
+    executor: Executor
+    if how.executor == "threads" or writing.in_order:
+        executor = Threads(Worker(source, normaliser, writing), num_jobs=num_jobs)
+    else:
+        recipe = WorkerRecipe(source.recipe(), dest.recipe(), spool)
+        executor = open_executor(
+            how.executor,
+            recipe,
+            num_jobs=num_jobs,
+            forward_credentials=how.forward_credentials,
+        )
     try:
-        run = _Run(plan, source, writing, dest, budget, progress, normaliser)
+        run = _Run(plan, dest, writing, how, executor, journal, progress)
         return run.run(streams)
     finally:
+        executor.close()
         normaliser.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A step as it was cut, and whether the server copies it."""
+
+    step: Step
+    copied: bool
 
 
 class _Run:
     def __init__(
         self,
         plan: Plan,
-        source: Store,
-        writing: Writing,
         dest: Store,
-        budget: Budget,
+        writing: Writing,
+        how: How,
+        executor: Executor,
+        journal: Journal | None,
         progress: Progress,
-        normaliser: Normaliser,
     ) -> None:
-        self._plan, self._writing, self._budget = plan, writing, budget
-        self._dest, self._progress = dest, progress
-        self._worker = Worker(source, normaliser)
+        self._plan, self._dest, self._writing = plan, dest, writing
+        self._how, self._executor, self._progress = how, executor, progress
+        self._journal = journal
         self._ledger = Ledger(plan.checks)
         self._report = RunReport()
         self._sums: dict[tuple[int, int], list[Piece]] = {}
-        self._crcs: dict[int, list[tuple[int, int, int]]] = {}
-        self._active: dict[Future[StepResult], Step] = {}
-        self._held: list[Step] = []
+        self._crcs: dict[int, list[Piece]] = {}
+        self._active: dict[Future[StepResult], _Cut] = {}
+        self._held: list[_Cut] = []
         self._in_flight_bytes = 0
 
     def run(self, streams: Sequence[Payload]) -> RunReport:
-        num_jobs = 1 if self._writing.in_order else self._budget.num_jobs
-        with ThreadPoolExecutor(num_jobs, thread_name_prefix="ckptool") as pool:
-            try:
-                self._do_steps(pool, num_jobs)
-                for result in pool.map(self._worker.prove_stream, streams):
-                    self._prove(result)
-                self._close_gaps(pool)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        self._do_steps()
+        self._do_all(StreamTask(payload) for payload in streams)
+        self._do_all(self._gaps())
+        assert not list(self._ledger.gaps()), "a payload was used and not proved"
         self._report.payloads_proved = self._ledger.proved
         self._report.unverifiable = self._ledger.unverifiable
+        self._report.trusted = self._ledger.trusted
         self._report.objects = self._objects()
         return self._report
 
-    def _do_steps(self, pool: ThreadPoolExecutor, num_jobs: int) -> None:
-        steps = self._steps(num_jobs)
-        step = next(steps, None)
-        while step is not None or self._active or self._held:
-            ready = next((held for held in self._held if self._is_ready(held)), None)
-            if ready is not None and self._fits(ready, num_jobs):
+    def _do_steps(self) -> None:
+        num_jobs = self._executor.num_jobs
+        cuts = self._cuts()
+        cut = next(cuts, None)
+        while cut is not None or self._active or self._held:
+            ready = next((held for held in self._held if self._is_ready(held.step)), None)
+            if ready is not None and self._fits(ready):
                 self._held.remove(ready)
-                self._submit(pool, ready)
-            elif step is not None and self._fits(step, num_jobs) and len(self._held) < num_jobs:
-                if self._is_ready(step):
-                    self._submit(pool, step)
+                self._submit(ready)
+            elif cut is not None and self._fits(cut) and len(self._held) < num_jobs:
+                if self._keep_finished(cut.step):
+                    pass
+                elif self._is_ready(cut.step):
+                    self._submit(cut)
                 else:
-                    self._held.append(step)
-                step = next(steps, None)
+                    self._held.append(cut)
+                cut = next(cuts, None)
             else:
                 self._wait()
 
-    def _steps(self, num_jobs: int) -> Iterator[Step]:
-        limits = self._dest.part_limits
-        bounds = Bounds(limits.min_bytes, limits.max_bytes, limits.max_parts)
-        room = self._budget.max_memory_bytes // (4 * num_jobs)
+    def _cuts(self) -> Iterator[_Cut]:
         for index, output in enumerate(self._plan.outputs):
-            part_bytes = choose_part_bytes(
-                output.num_bytes, bounds=bounds, preferred=min(limits.preferred_bytes, room)
-            )
-            if 2 * min(part_bytes, output.num_bytes) > self._budget.max_memory_bytes:
-                raise OverBudgetError(
-                    f"{output.key}: its parts have {part_bytes} bytes, more than --max-memory "
-                    f"{self._budget.max_memory_bytes} leaves room for",
-                    hint="give a larger --max-memory, or make smaller files",
-                )
-            self._writing.open(index)
-            yield from cut_output(
-                output, index=index, part_bytes=part_bytes, min_bytes=limits.min_bytes
-            )
+            part_bytes = self._part_bytes(output)
+            if self._journal is not None:
+                part_bytes = self._journal.begin(index, output, part_bytes, self._writing)
+            else:
+                self._writing.open(index)
+            yield from self._cut(index, output, part_bytes)
 
-    def _fits(self, step: Step, num_jobs: int) -> bool:
-        if len(self._active) >= num_jobs:
+    def _cut(self, index: int, output: Output, part_bytes: int) -> Iterator[_Cut]:
+        bounds = self._bounds()
+        if self._how.server_copy:
+            for step, copied in cut_for_copies(
+                output, index=index, bounds=bounds, part_bytes=part_bytes
+            ):
+                yield _Cut(step, copied)
+            return
+        for step in cut_output(
+            output, index=index, part_bytes=part_bytes, min_bytes=bounds.min_bytes
+        ):
+            yield _Cut(step, False)
+
+    def _bounds(self) -> Bounds:
+        limits = self._dest.part_limits
+        return Bounds(limits.min_bytes, limits.max_bytes, limits.max_parts)
+
+    def _part_bytes(self, output: Output) -> int:
+        room = self._how.max_memory // (4 * self._executor.num_jobs)
+        part_bytes = choose_part_bytes(
+            output.num_bytes,
+            bounds=self._bounds(),
+            preferred=min(self._dest.part_limits.preferred_bytes, room),
+        )
+        if 2 * min(part_bytes, output.num_bytes) > self._how.max_memory:
+            raise OverBudgetError(
+                f"{output.key}: its parts have {part_bytes} bytes, more than --max-memory "
+                f"{self._how.max_memory} leaves room for",
+                hint="give a larger --max-memory, or make smaller files",
+            )
+        return part_bytes
+
+    def _fits(self, cut: _Cut) -> bool:
+        if len(self._active) >= self._executor.num_jobs:
             return False
-        room = self._budget.max_memory_bytes // 2
-        return not self._active or self._in_flight_bytes + _memory(step) <= room
+        room = self._how.max_memory // 2
+        return not self._active or self._in_flight_bytes + _memory(cut) <= room
 
     def _is_ready(self, step: Step) -> bool:
         """Whether all parts that hold payloads of the step's tails are done."""
@@ -171,22 +233,43 @@ class _Run:
         if not starts:
             return True
         first = min(starts)
-        unfinished = (*self._active.values(), *self._held)
+        unfinished = (cut.step for cut in (*self._active.values(), *self._held))
         return not any(
             other.output == step.output and other.number < step.number and other.end > first
             for other in unfinished
         )
 
-    def _submit(self, pool: ThreadPoolExecutor, step: Step) -> None:
-        known = {
-            start: self._known(step.output, start, min(end, step.start))
+    def _keep_finished(self, step: Step) -> bool:
+        """Take a step's result from the journal, where it has one."""
+        if self._journal is None:
+            return False
+        result = self._journal.result_of(step)
+        if result is None:
+            return False
+        self._take(step, result)
+        self._report.num_parts_kept += 1
+        return True
+
+    def _submit(self, cut: _Cut) -> None:
+        future = self._executor.submit(self._task(cut))
+        self._active[future] = cut
+        self._in_flight_bytes += _memory(cut)
+
+    def _task(self, cut: _Cut) -> Task:
+        step = cut.step
+        target = self._writing.target(step.output)
+        if cut.copied:
+            # where a tail needs the CRC, what the server does not tell has to be read
+            trust = self._how.trust_server and step.sums[0] is None
+            return CopyTask(step, target, trust)
+        known = tuple(
+            (start, self._known(step.output, start, min(end, step.start)))
             for tail in step.tails
             for start, end in tail.payloads
             if start < step.start
-        }
-        future = pool.submit(self._worker.do, step, self._writing, known=known)
-        self._active[future] = step
-        self._in_flight_bytes += _memory(step)
+        )
+        written = None if self._journal is None else self._journal.listed(step)
+        return WriteTask(step, target, known, written)
 
     def _known(self, output: int, start: int, end: int) -> int:
         pieces = self._sums.get((output, start), [])
@@ -198,64 +281,100 @@ class _Run:
     def _wait(self) -> None:
         done, _ = wait(self._active, return_when=FIRST_COMPLETED)
         for future in done:
-            step = self._active.pop(future)
-            self._in_flight_bytes -= _memory(step)
-            self._take(step, future.result())
+            cut = self._active.pop(future)
+            self._in_flight_bytes -= _memory(cut)
+            result = future.result()
+            if self._journal is not None:
+                self._journal.finished(cut.step, result)
+            self._take(cut.step, result)
+            report = self._report
+            if result.was_there:
+                report.num_parts_kept += 1
+            elif not cut.copied:
+                report.num_bytes_sent += cut.step.num_bytes
+            report.num_bytes_read += result.num_bytes_read
+            report.num_bytes_copied += result.num_bytes_copied
 
     def _take(self, step: Step, result: StepResult) -> None:
+        """Count a finished step, whoever did it and when."""
         assert result.receipt is not None
         self._writing.keep(step.output, result.receipt)
-        self._crcs.setdefault(step.output, []).append((step.start, step.end, result.crc32))
+        crcs = self._crcs.setdefault(step.output, [])
+        if result.crc32 is not None:
+            crcs.append((step.start, step.end, result.crc32))
         for payload, start, end, crc in result.sums:
             self._sums.setdefault((step.output, payload), []).append((start, end, crc))
         report = self._report
         for count in result.casts:
             old = report.casts.get(count.entry, CastCount(count.entry, 0, 0))
-            report.casts[count.entry] = CastCount(
-                count.entry,
-                old.overflows + count.overflows,
-                old.underflows + count.underflows,
-            )
+            report.casts[count.entry] = old + count
         report.num_parts += 1
         report.num_bytes_written += step.num_bytes
         self._prove(result)
         self._progress.advance(step.num_bytes)
 
     def _prove(self, result: StepResult) -> None:
-        self._report.num_bytes_read += result.num_bytes_read
         for check, start, end, crc in result.proofs:
             self._ledger.add(check, (start, end, crc))
         for check, verified in result.settled:
             self._ledger.settle(check, verified=verified)
+        for check in result.trusted:
+            self._ledger.trust(check)
 
-    def _close_gaps(self, pool: ThreadPoolExecutor) -> None:
-        """Read what no output needed of payloads that were used, so that their CRC is known."""
-        block = min(LOCAL_PART_BYTES, max(1 << 16, self._budget.max_memory_bytes // 16))
-        ranges = [
-            (check, Extent(check.extent.key, at, min(at + block, end)))
-            for check, gaps in self._ledger.gaps()
-            for start, end in gaps
-            for at in range(start, end, block)
-        ]
-        for result in pool.map(lambda r: self._worker.prove(r[0].id, r[1]), ranges):
+    def _do_all(self, tasks: Iterable[Task]) -> None:
+        """Do tasks that write nothing, a few at a time."""
+        open_tasks: set[Future[StepResult]] = set()
+        for task in tasks:
+            open_tasks.add(self._executor.submit(task))
+            if len(open_tasks) >= 2 * self._executor.num_jobs:
+                open_tasks = self._settle_some(open_tasks)
+        while open_tasks:
+            open_tasks = self._settle_some(open_tasks)
+
+    def _settle_some(self, open_tasks: set[Future[StepResult]]) -> set[Future[StepResult]]:
+        done, left = wait(open_tasks, return_when=FIRST_COMPLETED)
+        for future in done:
+            result = future.result()
+            self._report.num_bytes_read += result.num_bytes_read
             self._prove(result)
-        assert not list(self._ledger.gaps()), "a payload was used and not proved"
+        return left
 
-    def _objects(self) -> dict[str, tuple[int, int]]:
-        objects = {}
-        for index, output in enumerate(self._plan.outputs):
-            crc = 0
-            for start, end, piece in sorted(self._crcs.get(index, ())):
-                crc = crc32_combine(crc, piece, end - start) if start else piece
-            objects[output.key] = (output.num_bytes, crc)
-        return objects
+    def _gaps(self) -> Iterator[Task]:
+        """What no output needed of payloads that were used must be read for their CRC."""
+        return iter(
+            [
+                ProveTask(check.id, Extent(check.extent.key, at, min(at + PROVE_BYTES, end)))
+                for check, gaps in self._ledger.gaps()
+                for start, end in gaps
+                for at in range(start, end, PROVE_BYTES)
+            ]
+        )
+
+    def _objects(self) -> dict[str, tuple[int, int | None]]:
+        return {
+            output.key: (output.num_bytes, _whole_crc(self._crcs.get(index, []), output.num_bytes))
+            for index, output in enumerate(self._plan.outputs)
+        }
 
 
-def _memory(step: Step) -> int:
+def _whole_crc(pieces: list[Piece], num_bytes: int) -> int | None:
+    """The CRC-32 of an object from its parts'; None where a part was copied without one."""
+    crc = position = 0
+    for start, end, piece in sorted(pieces):
+        if start != position:
+            return None
+        crc = crc32_combine(crc, piece, end - start) if start else piece
+        position = end
+    return crc if position == num_bytes else None
+
+
+def _memory(cut: _Cut) -> int:
     """Bytes that a step holds at once: its part, and what is read beside it."""
+    if cut.copied:
+        return 0
     extra = sum(
         (segment.last - segment.first) * max((p.dtype.itemsize for p in segment.pieces), default=0)
-        for segment in step.segments
+        for segment in cut.step.segments
         if isinstance(segment, Place)
     )
-    return 2 * step.num_bytes + 2 * extra
+    return 2 * cut.step.num_bytes + 2 * extra

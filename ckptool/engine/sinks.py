@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import cast
 
+from ckptool.engine.tasks import Target
 from ckptool.planning.parts import Step
-from ckptool.planning.plan import Output
-from ckptool.storage.base import Assembly, ObjectInfo, PartReceipt, Store, StreamWriter
+from ckptool.planning.plan import Copy, Output
+from ckptool.storage.base import (
+    Assembly,
+    CopyingAssembly,
+    ObjectInfo,
+    PartReceipt,
+    Store,
+    StreamWriter,
+)
 
-__all__ = ["Writing"]
+__all__ = ["AttachedSink", "Writing"]
 
 
 class Writing:
@@ -25,6 +35,7 @@ class Writing:
         self._assemblies: dict[int, Assembly] = {}
         self._streams: dict[int, StreamWriter] = {}
         self._receipts: dict[int, list[PartReceipt]] = {}
+        self._published: set[int] = set()
         self._committed: list[str] = []
         self._done = False
 
@@ -56,27 +67,63 @@ class Writing:
             )
         self._receipts[index] = []
 
-    def write_part(self, step: Step, data: memoryview, crc32: int) -> PartReceipt:
+    def attach(self, index: int, token: str) -> Assembly:
+        """Take up an output that an earlier run began."""
+        output = self._outputs[index]
+        assembly = self._dest.attach_assembly(output.key, token, num_bytes=output.num_bytes)
+        self._assemblies[index] = assembly
+        self._receipts[index] = []
+        return assembly
+
+    def detach(self, index: int) -> None:
+        """Forget an assembly that is gone."""
+        del self._assemblies[index]
+
+    def mark_published(self, index: int) -> None:
+        """Note that an earlier run made an output visible; its parts are only counted."""
+        self._published.add(index)
+        self._receipts[index] = []
+
+    def leave(self) -> None:
+        """Keep everything as it is, for a later run to take up."""
+        self._done = True
+
+    def target(self, index: int) -> Target:
+        """What a task needs to know of output ``index``."""
+        output = self._outputs[index]
+        token = "" if self.in_order else self._assemblies[index].token
+        return Target(index, output.key, token, output.num_bytes)
+
+    def write_part(self, target: Target, step: Step, data: memoryview, crc32: int) -> PartReceipt:
         """Write the bytes of a step; streams must get their steps in order."""
         if self.in_order:
-            self._streams[step.output].write(data)
+            self._streams[target.output].write(data)
             return PartReceipt(step.number, step.num_bytes)
-        return self._assemblies[step.output].write_part(step.number, step.start, data, crc32=crc32)
+        assembly = self._assemblies[target.output]
+        return assembly.write_part(step.number, step.start, data, crc32=crc32)
+
+    def copy_part(self, target: Target, step: Step, source_url: str) -> PartReceipt:
+        """Let the server copy the one range that a step is."""
+        return copy_part(self._assemblies[target.output], step, source_url)
 
     def keep(self, index: int, receipt: PartReceipt) -> None:
         """Note that a part of an output is written."""
         self._receipts[index].append(receipt)
 
-    def commit(self) -> list[ObjectInfo]:
-        """Make every output visible, in order."""
+    def commit(self, *, published: Callable[[int], None] | None = None) -> list[ObjectInfo]:
+        """Make every output visible, in order; ``published`` hears of each."""
         infos = []
         for index, output in enumerate(self._outputs):
-            if self.in_order:
+            if index in self._published:
+                infos.append(self._dest.info(output.key))
+            elif self.in_order:
                 infos.append(self._streams[index].commit())
             else:
                 receipts = sorted(self._receipts[index], key=lambda receipt: receipt.number)
                 infos.append(self._assemblies[index].commit(receipts))
             self._committed.append(output.key)
+            if published is not None:
+                published(index)
         self._done = True
         return infos
 
@@ -89,3 +136,35 @@ class Writing:
         for key in self._committed:
             self._dest.delete(key)
         self._done = True
+
+
+class AttachedSink:
+    """The same parts, written by another process that attaches to the assemblies."""
+
+    def __init__(self, dest: Store) -> None:
+        self._dest = dest
+        self._attached: dict[str, Assembly] = {}
+        self._lock = threading.Lock()
+
+    def write_part(self, target: Target, step: Step, data: memoryview, crc32: int) -> PartReceipt:
+        return self._assembly(target).write_part(step.number, step.start, data, crc32=crc32)
+
+    def copy_part(self, target: Target, step: Step, source_url: str) -> PartReceipt:
+        return copy_part(self._assembly(target), step, source_url)
+
+    def _assembly(self, target: Target) -> Assembly:
+        with self._lock:
+            if target.token not in self._attached:
+                self._attached[target.token] = self._dest.attach_assembly(
+                    target.key, target.token, num_bytes=target.num_bytes
+                )
+            return self._attached[target.token]
+
+
+def copy_part(assembly: Assembly, step: Step, source_url: str) -> PartReceipt:
+    """A part that the store copies itself from a range of another object."""
+    (copy,) = step.segments
+    assert isinstance(copy, Copy)
+    return cast("CopyingAssembly", assembly).copy_part(
+        step.number, source_url, start=copy.extent.start, end=copy.extent.end
+    )

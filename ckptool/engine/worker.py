@@ -15,6 +15,7 @@ from ckptool.engine.cast import CastCount
 from ckptool.engine.ledger import join_crcs
 from ckptool.engine.normal import Normaliser
 from ckptool.engine.place import Landing, land, landings
+from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Target, Task, WriteTask
 from ckptool.formats.crc import crc32, crc32_combine
 from ckptool.model import Extent
 from ckptool.planning.parts import Step
@@ -29,9 +30,13 @@ MAX_READ_BYTES = 16 << 20
 
 
 class Sink(Protocol):
-    """Takes the bytes of a part."""
+    """Takes the bytes of a part; ``target`` names the assembly that it belongs to."""
 
-    def write_part(self, step: Step, data: memoryview, crc32: int) -> PartReceipt: ...
+    def write_part(
+        self, target: Target, step: Step, data: memoryview, crc32: int
+    ) -> PartReceipt: ...
+
+    def copy_part(self, target: Target, step: Step, source_url: str) -> PartReceipt: ...
 
 
 @dataclass(slots=True)
@@ -40,49 +45,94 @@ class StepResult:
 
     ``proofs``: (check id, start, end, CRC-32) of source ranges, in offsets of their object.
     ``sums``: (payload start, start, end, CRC-32) of output ranges. ``settled``: (check id,
-    whether its CRC was there to check) of payloads that were proved whole.
+    whether its CRC was there to check) of payloads that were proved whole. ``trusted``: checks
+    whose bytes the server copied and nobody verified. ``was_there``: the part needed no writing.
     """
 
     output: int
     number: int
-    crc32: int
+    crc32: int | None
     receipt: PartReceipt | None = None
+    start: int = 0
     proofs: list[tuple[int, int, int, int]] = field(default_factory=list)
     sums: list[tuple[int, int, int, int]] = field(default_factory=list)
     settled: list[tuple[int, bool]] = field(default_factory=list)
     casts: list[CastCount] = field(default_factory=list)
+    trusted: list[int] = field(default_factory=list)
     num_bytes_read: int = 0
+    num_bytes_copied: int = 0
+    was_there: bool = False
 
 
 class Worker:
-    """Does steps against one source; safe to call from several threads."""
+    """Does tasks against one source and one sink; safe to call from several threads."""
 
-    def __init__(self, source: Store, normaliser: Normaliser) -> None:
-        self._source = source
-        self._normaliser = normaliser
+    def __init__(self, source: Store, normaliser: Normaliser, sink: Sink) -> None:
+        self._source, self._normaliser, self._sink = source, normaliser, sink
         self._local = threading.local()
 
-    def do(self, step: Step, sink: Sink, *, known: Mapping[int, int]) -> StepResult:
-        """Make the bytes of a step, prove them as far as a part can, and write them.
+    def do(self, task: Task) -> StepResult:
+        """Do one task."""
+        if isinstance(task, ProveTask):
+            return self._prove(task)
+        if isinstance(task, StreamTask):
+            return self._prove_stream(task.payload)
+        if isinstance(task, CopyTask):
+            return self._copy(task)
+        return self._write(task)
 
-        ``known`` holds, per output payload that begins before the step and that a tail in the
-        step needs, the CRC-32 of its bytes up to the step's start.
-        """
+    def _write(self, task: WriteTask) -> StepResult:
+        """Make the bytes of a step, prove them as far as a part can, and write them."""
+        step = task.step
         buffer = self._buffer(step.num_bytes)
-        result = StepResult(step.output, step.number, 0)
-        _Filling(self._source, self._normaliser, step, buffer, result).fill(known)
-        result.receipt = sink.write_part(step, buffer, result.crc32)
+        result = StepResult(step.output, step.number, 0, start=step.start)
+        crc = _Filling(self._source, self._normaliser, step, buffer, result).fill(dict(task.known))
+        result.crc32 = crc
+        if task.written is not None and task.written.checksum == crc:
+            result.receipt, result.was_there = task.written, True
+        else:  # what an earlier run may have left is not what the plan says
+            result.receipt = self._sink.write_part(task.target, step, buffer, crc)
         return result
 
-    def prove(self, check_id: int, extent: Extent) -> StepResult:
+    def _copy(self, task: CopyTask) -> StepResult:
+        """Let the server copy a part; its CRC-32 stands for the bytes that we did not see."""
+        step = task.step
+        (copy,) = step.segments
+        assert isinstance(copy, Copy)
+        receipt = self._sink.copy_part(task.target, step, self._source.url_of(copy.extent.key))
+        result = StepResult(step.output, step.number, None, receipt, step.start)
+        result.num_bytes_copied = step.num_bytes
+        crc = receipt.checksum
+        if crc is None and not task.trust_server:
+            crc = self._crc_of(copy.extent)
+            result.num_bytes_read += step.num_bytes
+        if crc is None:
+            result.trusted = [check for _, _, check in copy.proofs]
+            return result
+        result.crc32 = crc
+        ((start, end, check),) = copy.proofs
+        result.proofs.append((check, start, end, crc))
+        if step.sums[0] is not None:
+            result.sums.append((step.sums[0], step.start, step.end, crc))
+        return result
+
+    def _crc_of(self, extent: Extent) -> int:
+        crc = 0
+        for start in range(extent.start, extent.end, MAX_READ_BYTES):
+            end = min(start + MAX_READ_BYTES, extent.end)
+            buffer = self._buffer(end - start)
+            self._source.read_into(Extent(extent.key, start, end), buffer)
+            crc = crc32(buffer, crc)
+        return crc
+
+    def _prove(self, task: ProveTask) -> StepResult:
         """Read a range that no output needs, for its CRC alone."""
-        buffer = self._buffer(extent.num_bytes)
-        self._source.read_into(extent, buffer)
+        extent = task.extent
         result = StepResult(-1, -1, 0, num_bytes_read=extent.num_bytes)
-        result.proofs.append((check_id, extent.start, extent.end, crc32(buffer)))
+        result.proofs.append((task.check, extent.start, extent.end, self._crc_of(extent)))
         return result
 
-    def prove_stream(self, payload: Payload) -> StepResult:
+    def _prove_stream(self, payload: Payload) -> StepResult:
         """Read a wrapped item in order, for its CRC alone."""
         verified = self._normaliser.prove(payload)
         result = StepResult(-1, -1, 0, num_bytes_read=payload.item.length)
@@ -110,11 +160,13 @@ class _Filling:
     ) -> None:
         self._source, self._normaliser = source, normaliser
         self._step, self._buffer, self._result = step, buffer, result
+        self._crc = 0
         self._starts = [0]
         for segment in step.segments:
             self._starts.append(self._starts[-1] + segment.num_bytes)
 
-    def fill(self, known: Mapping[int, int]) -> None:
+    def fill(self, known: Mapping[int, int]) -> int:
+        """Make all bytes; returns their CRC-32."""
         places = self._fetch()
         for i, segment in enumerate(self._step.segments):
             view = self._view(i)
@@ -129,6 +181,7 @@ class _Filling:
             elif isinstance(segment, Tail):
                 view[:] = self._tail(segment, known)
             self._sum(i, view)
+        return self._crc
 
     def _view(self, i: int) -> memoryview:
         return self._buffer[self._starts[i] : self._starts[i + 1]]
@@ -198,7 +251,7 @@ class _Filling:
         begin = self._step.start + self._starts[i]
         crc = self._sum_copy(segment, view) if isinstance(segment, Copy) else crc32(view)
         result = self._result
-        result.crc32 = crc32_combine(result.crc32, crc, len(view)) if self._starts[i] else crc
+        self._crc = crc32_combine(self._crc, crc, len(view)) if self._starts[i] else crc
         payload = self._step.sums[i]
         if payload is not None:
             result.sums.append((payload, begin, begin + len(view), crc))

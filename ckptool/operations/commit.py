@@ -37,8 +37,12 @@ def commit_checkpoint(
     step: int | None,
     layout: Mapping[str, Any],
     verified: str,
+    again: bool = False,
 ) -> Manifest:
-    """Write ``ckpt.json`` and then ``.metadata``; the shard files must be visible already."""
+    """Write ``ckpt.json`` and then ``.metadata``; the shard files must be visible already.
+
+    ``again``: a resumed run may find the ``.metadata`` that it wrote before it was stopped.
+    """
     manifest = Manifest(
         step=step,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -50,7 +54,7 @@ def commit_checkpoint(
         metadata=ObjectFacts(len(metadata), crc32(metadata)),
     )
     dest.put(MANIFEST_NAME, write_manifest(manifest))
-    info = dest.put(METADATA_NAME, metadata, if_absent=True)
+    info = dest.put(METADATA_NAME, metadata, if_absent=not again)
     if info.num_bytes != len(metadata):
         raise StorageError(
             f"{dest.url_of(METADATA_NAME)} has {info.num_bytes} bytes after {len(metadata)} "

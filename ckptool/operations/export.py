@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.dtypes import DType, dtype_named
-from ckptool.engine.run import Budget, RunReport, run_plan
+from ckptool.engine.journal import JournalHeader
+from ckptool.engine.run import How, RunReport
 from ckptool.engine.sinks import Writing
 from ckptool.errors import (
     NotEmptyError,
@@ -18,12 +19,22 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats.safetensors_file import encode_index, parse_header
+from ckptool.layout import JOURNAL_NAME, journal_key_for_file
 from ckptool.model import Box, Index, TensorEntry
 from ckptool.operations.commit import refuse_unless_empty
 from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe
 from ckptool.operations.sound import require_sound
 from ckptool.operations.torch_tree import Trees, read_trees
+from ckptool.operations.transfer import (
+    Transfer,
+    discard,
+    how_for,
+    require_new_or_resumed,
+    transfer,
+    transfer_json,
+)
+from ckptool.planning.digest import plan_digest
 from ckptool.planning.export import ExportLayout, plan_layout
 from ckptool.planning.export_bytes import plan_safetensors, plan_torch
 from ckptool.planning.keys import choose
@@ -33,7 +44,7 @@ from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
 from ckptool.storage.base import Store
 
-__all__ = ["DEFAULT_MAX_FILE_BYTES", "ExportResult", "export"]
+__all__ = ["DEFAULT_MAX_FILE_BYTES", "ExportResult", "discard_export", "export"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 _SINGLE = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -75,12 +86,7 @@ class ExportResult:
             "files": None
             if self.plan is None
             else [{"name": o.key, "num_bytes": o.num_bytes} for o in self.plan.outputs],
-            "num_bytes_written": None if report is None else report.num_bytes_written,
-            "num_bytes_read": None if report is None else report.num_bytes_read,
-            "payloads_verified": None if report is None else report.payloads_proved,
-            "payloads_unverifiable": None
-            if report is None
-            else sorted({check.entry for check in report.unverifiable}),
+            **transfer_json(report),
         }
 
 
@@ -100,8 +106,8 @@ def export(
     strict: bool = False,
     dry_run: bool = False,
     probe_items: bool = False,
-    jobs: int | None = None,
-    max_memory: int = 1 << 30,
+    resume: bool = False,
+    how: How | None = None,
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
     progress: Progress = NO_PROGRESS,
@@ -137,17 +143,36 @@ def export(
     )
     require_sound(index, url=checkpoint.url, keys=set(choice.names))
     dest = open_store(form.folder, options=dest_options)
-    _refuse_existing(dest, form)
-    budget = Budget.of(max_memory=max_memory, jobs=jobs, stores=(checkpoint.store, dest))
-    trees = _values(checkpoint, layout, int_keys=int_keys, strict=strict, max_memory=max_memory)
+    require_new_or_resumed(
+        dest,
+        form.journal_key,
+        resume=resume,
+        refuse_existing=lambda: _refuse_existing(dest, form),
+    )
+    how = how_for(how or How(), checkpoint.store, dest)
+    trees = _values(checkpoint, layout, int_keys=int_keys, strict=strict, max_memory=how.max_memory)
     _require_codes(layout)
     plan = None
     if probe_items or not dry_run:
-        plan = _plan(checkpoint, layout, trees, budget.num_jobs, progress)
+        plan = _plan(checkpoint, layout, trees, how.num_jobs(checkpoint.store), progress)
     report = None
     if plan is not None and not dry_run:
-        report = _write(checkpoint, dest, layout, plan, budget, progress)
+        request = {"format": form.format, "dtype": dtype, "tensors": len(layout.tensors)}
+        header = JournalHeader(
+            "export",
+            checkpoint.url,
+            request,
+            plan_digest(plan, server_copy=how.server_copy),
+        )
+        job = Transfer(plan, checkpoint.store, dest, how, form.journal_key, header, resume)
+        report = _write(job, layout, progress)
     return ExportResult(checkpoint.url, dest_url, layout, dry_run, trees.left_out, plan, report)
+
+
+def discard_export(dest_url: str, *, dest_options: Mapping[str, Any] | None = None) -> None:
+    """Abort and remove what an interrupted export left; RefusedError where there is none."""
+    form = _destination(dest_url, None, None)
+    discard(open_store(form.folder, options=dest_options), form.journal_key)
 
 
 class _Destination:
@@ -155,6 +180,10 @@ class _Destination:
 
     def __init__(self, folder: str, name: str | None, format: str) -> None:
         self.folder, self.name, self.format = folder, name, format
+
+    @property
+    def journal_key(self) -> str:
+        return JOURNAL_NAME if self.name is None else journal_key_for_file(self.name)
 
 
 def _destination(dest_url: str, format: str | None, max_file_size: int | None) -> _Destination:
@@ -269,30 +298,19 @@ def _chunks_of(index: Index, key: str) -> list[Wanted]:
     return list(wanted.values())
 
 
-def _write(
-    checkpoint: Checkpoint,
-    dest: Store,
-    layout: ExportLayout,
-    plan: Plan,
-    budget: Budget,
-    progress: Progress,
-) -> RunReport:
+def _write(job: Transfer, layout: ExportLayout, progress: Progress) -> RunReport:
+    dest, plan = job.dest, job.plan
+
+    def finish(report: RunReport) -> None:
+        _check(dest, layout, plan)
+        if layout.index_name is not None:
+            total = sum(tensor.num_bytes for tensor in layout.tensors)
+            dest.put(layout.index_name, encode_index(layout.weight_map(), total_num_bytes=total))
+
     progress.start("export", num_bytes=plan.num_bytes)
-    with Writing(dest, plan.outputs) as writing:
-        report = run_plan(
-            plan,
-            source=checkpoint.store,
-            writing=writing,
-            dest=dest,
-            budget=budget,
-            progress=progress,
-        )
-        writing.commit()
+    writing = Writing(dest, plan.outputs)
+    report = transfer(job, writing=writing, finish=finish, progress=progress)
     progress.finish()
-    _check(dest, layout, plan)
-    if layout.index_name is not None:
-        total = sum(tensor.num_bytes for tensor in layout.tensors)
-        dest.put(layout.index_name, encode_index(layout.weight_map(), total_num_bytes=total))
     return report
 
 

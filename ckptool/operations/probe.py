@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckptool.engine.located import located
 from ckptool.engine.normal import item_blocks
 from ckptool.errors import DamagedError
+from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_item import (
     NeedMore,
     TensorItem,
@@ -87,13 +88,29 @@ def read_value(store: Store, entry: ValueEntry) -> bytes:
 def _probe_batch(store: Store, wanted: Sequence[Wanted], batch: Sequence[int]) -> list[Source]:
     probed = [i for i in batch if needs_probe(wanted[i].item)]
     headers = dict(zip(probed, _headers(store, [wanted[i] for i in probed]), strict=True))
-    return [
-        source_of(wanted[i].entry, wanted[i].box, wanted[i].item, headers.get(i), check_id=i)
-        for i in batch
-    ]
+    return [_source(wanted[i], headers.get(i), check_id=i) for i in batch]
 
 
-def _headers(store: Store, wanted: Sequence[Wanted]) -> Iterator[TensorItem]:
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """An item's headers, and the CRC-32s of its framing: before the payload and behind it."""
+
+    item: TensorItem
+    framing: tuple[int, int] | None
+
+
+def _source(want: Wanted, header: _Header | None, *, check_id: int) -> Source:
+    return source_of(
+        want.entry,
+        want.box,
+        want.item,
+        None if header is None else header.item,
+        check_id=check_id,
+        framing=None if header is None else header.framing,
+    )
+
+
+def _headers(store: Store, wanted: Sequence[Wanted]) -> Iterator[_Header]:
     extents: list[Extent] = []
     for want in wanted:
         extents += _ends(want.item, *_first_guess(want))
@@ -124,12 +141,20 @@ def _read(store: Store, extents: Sequence[Extent]) -> list[bytes]:
     return parts
 
 
-def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> TensorItem:
+def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> _Header:
     item = want.item
     while True:
         try:
             with located(want.entry.key, want.box, item):
-                return parse_tensor_item(length=item.length, head=head, tail=tail)
+                found = parse_tensor_item(length=item.length, head=head, tail=tail)
+                return _Header(found, _framing(found, item, head, tail))
         except NeedMore as more:
             sizes = (more.head_num_bytes, more.tail_num_bytes)
         head, tail = _read(store, _ends(item, *sizes))
+
+
+def _framing(found: TensorItem, item: Item, head: bytes, tail: bytes) -> tuple[int, int] | None:
+    behind = item.length - found.payload_offset - found.payload_num_bytes
+    if len(head) < found.payload_offset or len(tail) < behind:
+        return None
+    return crc32(head[: found.payload_offset]), crc32(tail[len(tail) - behind :])

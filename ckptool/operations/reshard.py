@@ -7,16 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.engine.compressing import Compressing
-from ckptool.engine.run import Budget, RunReport, run_plan
+from ckptool.engine.journal import JournalHeader
+from ckptool.engine.run import How, RunReport
 from ckptool.engine.sinks import Writing
 from ckptool.errors import RefusedError, UsageError
 from ckptool.formats.dcp_metadata import write_metadata
+from ckptool.layout import JOURNAL_NAME
 from ckptool.manifest import ObjectFacts
 from ckptool.model import Index, TensorEntry, ValueEntry
 from ckptool.operations.commit import commit_checkpoint, refuse_unless_empty
 from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe, read_value
 from ckptool.operations.sound import require_sound
+from ckptool.operations.transfer import (
+    Transfer,
+    discard,
+    how_for,
+    require_new_or_resumed,
+    transfer,
+    transfer_json,
+)
+from ckptool.planning.digest import plan_digest
 from ckptool.planning.reshard import ReshardLayout, plan_layout
 from ckptool.planning.reshard_bytes import ReshardBytes, items_by_file, moved, plan_bytes
 from ckptool.planning.sources import Source
@@ -24,7 +35,7 @@ from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
 from ckptool.storage.base import Store
 
-__all__ = ["ReshardResult", "reshard"]
+__all__ = ["ReshardResult", "discard_reshard", "reshard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +67,7 @@ class ReshardResult:
             "files": None
             if plan is None
             else [{"name": o.key, "num_bytes": o.num_bytes} for o in plan.outputs],
-            "num_bytes_written": None if report is None else report.num_bytes_written,
-            "num_bytes_read": None if report is None else report.num_bytes_read,
-            "payloads_verified": None if report is None else report.payloads_proved,
-            "payloads_unverifiable": None
-            if report is None
-            else sorted({check.entry for check in report.unverifiable}),
+            **transfer_json(report),
         }
 
 
@@ -74,8 +80,8 @@ def reshard(
     compress: str | None = None,
     dry_run: bool = False,
     probe_items: bool = False,
-    jobs: int | None = None,
-    max_memory: int = 1 << 30,
+    resume: bool = False,
+    how: How | None = None,
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
     progress: Progress = NO_PROGRESS,
@@ -91,7 +97,9 @@ def reshard(
         raise UsageError(f"--compress {compress}: only zstd is known")
     checkpoint = open_checkpoint(source_url, options=source_options)
     dest = open_store(dest_url, options=dest_options)
-    refuse_unless_empty(dest)
+    require_new_or_resumed(
+        dest, JOURNAL_NAME, resume=resume, refuse_existing=lambda: refuse_unless_empty(dest)
+    )
     if to > 1 and not dest.capabilities.shared:
         raise RefusedError(
             f"{dest_url} is not seen by other processes, so no second rank could load it",
@@ -99,22 +107,35 @@ def reshard(
         )
     require_sound(checkpoint.index, url=checkpoint.url)
     layout = plan_layout(checkpoint.index, num_ranks=to, merge=merge)
-    budget = Budget.of(max_memory=max_memory, jobs=jobs, stores=(checkpoint.store, dest))
+    how = how_for(how or How(), checkpoint.store, dest, whole_parts=compress is None)
     planned = None
     if probe_items or not dry_run:
-        planned = _plan(checkpoint, layout, budget.num_jobs, progress)
+        planned = _plan(checkpoint, layout, how, how.num_jobs(checkpoint.store), progress)
     if dry_run or planned is None:
         return ReshardResult(checkpoint.url, dest_url, layout, merge, True, planned, None, None)
-    metadata_num_bytes, report = _write(
-        checkpoint, dest, layout, planned, compress, budget, progress
+    request = {"to": to, "merge": merge, "compress": compress}
+    header = JournalHeader(
+        "reshard",
+        checkpoint.url,
+        request,
+        plan_digest(planned.plan, server_copy=how.server_copy),
     )
+    job = Transfer(
+        planned.plan, checkpoint.store, dest, how, JOURNAL_NAME, header, resume, planned.streams
+    )
+    metadata_num_bytes, report = _write(checkpoint, job, layout, planned, compress, progress)
     return ReshardResult(
         checkpoint.url, dest_url, layout, merge, False, planned, report, metadata_num_bytes
     )
 
 
+def discard_reshard(dest_url: str, *, dest_options: Mapping[str, Any] | None = None) -> None:
+    """Abort and remove what an interrupted reshard left; RefusedError where there is none."""
+    discard(open_store(dest_url, options=dest_options), JOURNAL_NAME)
+
+
 def _plan(
-    checkpoint: Checkpoint, layout: ReshardLayout, num_jobs: int, progress: Progress
+    checkpoint: Checkpoint, layout: ReshardLayout, how: How, num_jobs: int, progress: Progress
 ) -> ReshardBytes:
     """Probe every item that is used and lay out the bytes."""
     index, store = checkpoint.index, checkpoint.store
@@ -134,44 +155,41 @@ def _plan(
         value = index.entries[key]
         assert isinstance(value, ValueEntry)
         values[key] = read_value(store, value)
-    return plan_bytes(index, layout, sources=sources, values=values)
+    return plan_bytes(index, layout, sources=sources, values=values, server_copy=how.server_copy)
 
 
 def _write(
     checkpoint: Checkpoint,
-    dest: Store,
+    job: Transfer,
     layout: ReshardLayout,
     planned: ReshardBytes,
     compress: str | None,
-    budget: Budget,
     progress: Progress,
 ) -> tuple[int, RunReport]:
-    plan = planned.plan
-    progress.start("reshard", num_bytes=plan.num_bytes)
-    with _writing(dest, planned, compress, budget.num_jobs) as writing:
-        report = run_plan(
-            plan,
-            source=checkpoint.store,
-            writing=writing,
-            dest=dest,
-            streams=planned.streams,
-            budget=budget,
-            progress=progress,
+    dest = job.dest
+    writing = _writing(dest, planned, compress, job.how.num_jobs(checkpoint.store, dest))
+    committed: list[tuple[Index, bytes]] = []
+
+    def finish(report: RunReport) -> None:
+        index, objects = planned.index, report.objects
+        if isinstance(writing, Compressing):
+            index, objects = moved(index, writing.placed), dict(writing.objects)
+        metadata = write_metadata(index)
+        commit_checkpoint(
+            dest,
+            metadata=metadata,
+            objects={key: ObjectFacts(n, crc) for key, (n, crc) in objects.items()},
+            step=checkpoint.step,
+            layout={"world_size": layout.num_ranks, "written_by": "ckptool reshard"},
+            verified="checksum" if dest.capabilities.checksums else "size",
+            again=job.resume,
         )
-        writing.commit()
-    index, objects = planned.index, report.objects
-    if isinstance(writing, Compressing):
-        index, objects = moved(index, writing.placed), writing.objects
-    metadata = write_metadata(index)
-    commit_checkpoint(
-        dest,
-        metadata=metadata,
-        objects={key: ObjectFacts(n, crc) for key, (n, crc) in objects.items()},
-        step=checkpoint.step,
-        layout={"world_size": layout.num_ranks, "written_by": "ckptool reshard"},
-        verified="checksum" if dest.capabilities.checksums else "size",
-    )
+        committed.append((index, metadata))
+
+    progress.start("reshard", num_bytes=planned.plan.num_bytes)
+    report = transfer(job, writing=writing, finish=finish, progress=progress)
     progress.finish()
+    ((index, metadata),) = committed
     _check(dest, index)
     return len(metadata), report
 

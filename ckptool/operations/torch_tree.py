@@ -22,7 +22,7 @@ __all__ = ["Trees", "read_trees"]
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Per file name the tree that it holds; the bytes of tensors inside values; what is left out."""
+    """Per file name its tree; the bytes of tensors inside values; the values left out."""
 
     by_file: Mapping[str, Mapping[str, Any]]
     records: Mapping[str, bytes]

@@ -15,7 +15,15 @@ from ckptool.errors import OverBudgetError
 from ckptool.model import Extent
 from ckptool.planning.plan import Copy, Literal, Normal, Output, Place, Segment, Tail
 
-__all__ = ["Bounds", "Step", "choose_part_bytes", "cut_output"]
+__all__ = [
+    "Bounds",
+    "Step",
+    "choose_part_bytes",
+    "cut_output",
+    "needed_payloads",
+    "segment_at",
+    "slice_output",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +79,11 @@ def choose_part_bytes(num_bytes: int, *, bounds: Bounds, preferred: int) -> int:
 
 def cut_output(output: Output, *, index: int, part_bytes: int, min_bytes: int) -> Iterator[Step]:
     """The steps of one output, in order; an empty output has one empty step."""
-    needed = _needed_payloads(output)
+    needed = needed_payloads(output)
     start, number = 0, 0
     while True:
         end = _next_cut(output, start, part_bytes=part_bytes, min_bytes=min_bytes)
-        yield _slice(output, index, number, start, end, needed)
+        yield slice_output(output, index, number, start, end, needed)
         if end >= output.num_bytes:
             return
         start, number = end, number + 1
@@ -85,7 +93,7 @@ def _next_cut(output: Output, start: int, *, part_bytes: int, min_bytes: int) ->
     wanted = start + part_bytes
     if wanted >= output.num_bytes:
         return output.num_bytes
-    i = _segment_at(output, wanted)
+    i = segment_at(output, wanted)
     segment, begin, end = output.segments[i], output.starts[i], output.starts[i + 1]
     if isinstance(segment, Tail):
         return begin if begin - start >= max(min_bytes, 1) else end
@@ -101,22 +109,24 @@ def _next_cut(output: Output, start: int, *, part_bytes: int, min_bytes: int) ->
     return wanted
 
 
-def _segment_at(output: Output, position: int) -> int:
+def segment_at(output: Output, position: int) -> int:
     """The segment that holds the byte at ``position``; empty segments hold none."""
     return bisect.bisect_right(output.starts, position) - 1
 
 
-def _needed_payloads(output: Output) -> list[tuple[int, int]]:
+def needed_payloads(output: Output) -> list[tuple[int, int]]:
+    """The ranges of an output whose CRC-32s its tails need, sorted."""
     ranges = {r for s in output.segments if isinstance(s, Tail) for r in s.payloads}
     return sorted(r for r in ranges if r[0] < r[1])
 
 
-def _slice(
+def slice_output(
     output: Output, index: int, number: int, start: int, end: int, needed: list[tuple[int, int]]
 ) -> Step:
+    """Bytes ``[start, end)`` of an output as a step; ``needed`` as ``needed_payloads`` gives it."""
     segments: list[Segment] = []
     sums: list[int | None] = []
-    i = _segment_at(output, start) if output.segments else 0
+    i = segment_at(output, start) if output.segments else 0
     while i < len(output.segments) and (output.starts[i] < end or start == end):
         begin = output.starts[i]
         segment = output.segments[i]

@@ -36,7 +36,8 @@ class Check:
 
     ``extent`` is the payload in its shard file; ``crc32`` what the item says it is, None where
     the item cannot tell (unverifiable). ``by_normaliser``: the payload is proved as a whole
-    while it is made normal. ``entry`` and ``box`` name it in messages.
+    while it is made normal. ``entry`` and ``box`` name it in messages; ``num_payloads`` is how
+    many payloads a run of whole items holds.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Check:
     entry: str
     box: Box | None
     by_normaliser: bool = False
+    num_payloads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckptool.formats.crc import crc32_combine
 from ckptool.formats.dcp_item import ItemFraming, encode_item
 from ckptool.layout import shard_file_name
 from ckptool.model import Chunk, Chunks, Entry, Extent, Index, Item, TensorEntry, ValueEntry
-from ckptool.planning.plan import Copy, Literal, Output, Payload, Plan, Segment, Tail
+from ckptool.planning.plan import Check, Copy, Literal, Output, Payload, Plan, Segment, Tail
 from ckptool.planning.reshard import NewChunk, ReshardLayout
 from ckptool.planning.sources import Source
 from ckptool.planning.tensor_bytes import region_segments
@@ -59,15 +60,20 @@ def plan_bytes(
     *,
     sources: Mapping[tuple[str, int], Source],
     values: Mapping[str, bytes],
+    server_copy: bool = False,
 ) -> ReshardBytes:
-    """Lay out every shard file; ``sources`` by (entry, chunk position), ``values`` as stored."""
+    """Lay out every shard file; ``sources`` by (entry, chunk position), ``values`` as stored.
+
+    With ``server_copy`` runs of whole items are proved as one range, by its CRC-32.
+    """
+    checks = {source.check.id: source.check for source in sources.values()}
     outputs: list[Output] = []
     placed: dict[str, list[Chunk]] = {}
     new_values: dict[str, ValueEntry] = {}
     streams: dict[int, Payload] = {}
     fresh: set[Item] = set()
     for rank, rows in enumerate(ordered_chunks(index, layout)):
-        file = _File(shard_file_name(rank, 0))
+        file = _File(shard_file_name(rank, 0), checks if server_copy else None)
         if rank == 0:
             for key in layout.values:
                 entry = index.entries[key]
@@ -88,9 +94,8 @@ def plan_bytes(
             placed.setdefault(chunk.entry, []).append(Chunk(chunk.box, item))
         if file.segments:
             outputs.append(Output.of(file.name, file.segments))
-    checks = tuple(sorted((s.check for s in sources.values()), key=lambda check: check.id))
     return ReshardBytes(
-        Plan(tuple(outputs), checks),
+        Plan(tuple(outputs), tuple(checks[i] for i in sorted(checks))),
         _new_index(index, placed, new_values),
         tuple(streams.values()),
         frozenset(fresh),
@@ -126,13 +131,18 @@ def moved(index: Index, placed: Mapping[Item, Item]) -> Index:
 
 
 class _File:
-    """One shard file as it is laid out; copies that continue one another become one run."""
+    """One shard file as it is laid out; copies that continue one another become one run.
 
-    def __init__(self, name: str) -> None:
+    With ``checks``, those of a run's payloads are replaced by one of the whole run.
+    """
+
+    def __init__(self, name: str, checks: dict[int, Check] | None) -> None:
         self.name = name
+        self._checks = checks
         self._segments: list[Segment] = []
         self._run: Extent | None = None
         self._proofs: list[tuple[int, int, int]] = []
+        self._crcs: list[tuple[int | None, int]] = []
         self._length = 0
 
     @property
@@ -149,7 +159,9 @@ class _File:
         if source.stored is not None:
             proofs = ((source.stored.start, source.stored.end, source.check.id),)
         copy = Copy(Extent(item.file, item.offset, item.end), proofs)
-        return self._item([copy], item.transforms)
+        kept = self._item([copy], item.transforms)
+        self._crcs.append((source.item_crc32, item.length))
+        return kept
 
     def new(self, entry: TensorEntry, chunk: NewChunk, sources: Sequence[Source]) -> Item:
         framing = encode_item(dtype=entry.dtype, shape=chunk.box.sizes)
@@ -184,9 +196,39 @@ class _File:
             self._run, self._proofs = segment.extent, list(segment.proofs)
 
     def _end_run(self) -> None:
-        if self._run is not None and self._run.num_bytes:
-            self._segments.append(Copy(self._run, tuple(self._proofs)))
-        self._run = None
+        run, proofs = self._run, self._proofs
+        if run is not None and run.num_bytes:
+            crc = self._run_crc(run)
+            if self._checks is not None and crc is not None:
+                proofs = [(run.start, run.end, self._check_run(run, crc))]
+            self._segments.append(Copy(run, tuple(proofs)))
+        self._run, self._proofs, self._crcs = None, [], []
+
+    def _run_crc(self, run: Extent) -> int | None:
+        """The CRC-32 of a run of whole items; None where one of them has none, or is cut."""
+        crc = length = 0
+        for item_crc, num_bytes in self._crcs:
+            if item_crc is None:
+                return None
+            crc = crc32_combine(crc, item_crc, num_bytes) if length else item_crc
+            length += num_bytes
+        return crc if length == run.num_bytes else None
+
+    def _check_run(self, run: Extent, crc: int) -> int:
+        """Replace the checks of the run's payloads by one of the run."""
+        assert self._checks is not None
+        ids = [check for _, _, check in self._proofs]
+        replaced = [self._checks.pop(i) for i in ids]
+        first = replaced[0]
+        self._checks[first.id] = Check(
+            first.id,
+            run,
+            crc,
+            first.entry if len(ids) == 1 else f"{first.entry} (and {len(ids) - 1} more)",
+            first.box if len(ids) == 1 else None,
+            num_payloads=len(ids),
+        )
+        return first.id
 
 
 def _place(row: tuple[NewChunk, Item | None]) -> tuple[str, int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.errors import DamagedError
+from ckptool.formats.crc import crc32_combine
 from ckptool.formats.dcp_item import TensorItem
 from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Box, Extent, Item, TensorEntry
@@ -18,12 +19,14 @@ class Source:
     """One source chunk ready for a byte plan: its payload and its check.
 
     ``is_plain``: the payload's bytes stand in the file as they are. ``stored`` is the whole
-    stored payload in the file, None where the item is wrapped.
+    stored payload in the file, None where the item is wrapped. ``item_crc32`` is that of the
+    whole item, framing included, where both are known.
     """
 
     payload: Payload
     check: Check
     stored: Extent | None
+    item_crc32: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -36,9 +39,17 @@ def needs_probe(item: Item) -> bool:
 
 
 def source_of(
-    entry: TensorEntry, box: Box, item: Item, header: TensorItem | None, *, check_id: int
+    entry: TensorEntry,
+    box: Box,
+    item: Item,
+    header: TensorItem | None,
+    *,
+    check_id: int,
+    framing: tuple[int, int] | None = None,
 ) -> Source:
     """The source of one chunk; ``header`` is None for items that are wrapped or bare.
+
+    ``framing`` has the CRC-32s of what stands before the payload and behind it.
 
     Raises DamagedError when the item holds another dtype or shape than the index says.
     """
@@ -54,7 +65,18 @@ def source_of(
     plain = header.is_contiguous and not (header.conj or header.neg)
     start = begin + header.storage_offset * entry.dtype.itemsize if plain else None
     check = Check(check_id, stored, header.crc32, entry.key, box)
-    return Source(Payload(item, entry.dtype, box, start, check_id, entry.key), check, stored)
+    payload = Payload(item, entry.dtype, box, start, check_id, entry.key)
+    return Source(payload, check, stored, _item_crc(item, header, framing))
+
+
+def _item_crc(item: Item, header: TensorItem, framing: tuple[int, int] | None) -> int | None:
+    if framing is None or header.crc32 is None:
+        return None
+    head, tail = framing
+    tail_num_bytes = item.length - header.payload_offset - header.payload_num_bytes
+    return crc32_combine(
+        crc32_combine(head, header.crc32, header.payload_num_bytes), tail, tail_num_bytes
+    )
 
 
 def _bare(entry: TensorEntry, box: Box, item: Item, check_id: int) -> Source:

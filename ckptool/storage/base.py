@@ -43,6 +43,7 @@ class Capabilities:
     written in any order, by any process. ``server_copy``: a part may be a range of another
     object, copied by the server. ``conditional_put``: a put can be refused when the key is
     there. ``checksums``: the store verifies and keeps a CRC-32 that we send.
+    ``append``: bytes can be added to an object that is there.
     """
 
     shared: bool
@@ -50,6 +51,7 @@ class Capabilities:
     server_copy: bool = False
     conditional_put: bool = False
     checksums: bool = False
+    append: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,15 @@ class Assembly(Protocol):
 
         ``crc32`` is of ``data``, where the caller has it: sent along for the server to verify.
         """
+
+    def surviving(self, claims: Sequence[tuple[PartReceipt, int, int | None]]) -> set[int]:
+        """Which of these parts, (receipt, offset, CRC-32), are still there unaltered.
+
+        Raises ObjectMissingError when nothing of the assembly is there any more.
+        """
+
+    def listed_parts(self) -> Sequence[PartReceipt]:
+        """The parts that the store itself lists; empty where it keeps no such list."""
 
     def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
         """Make the object visible; raises StorageError when a part is missing or sizes differ."""
@@ -187,6 +198,9 @@ class Store(Protocol):
         conditional put, by looking first.
         """
 
+    def append(self, key: str, data: Buffer) -> None:
+        """Add bytes to the end of an object; only with the ``append`` capability."""
+
     def open_stream(self, key: str) -> StreamWriter: ...
 
     def open_assembly(self, key: str, *, num_bytes: int) -> Assembly:
@@ -200,6 +214,9 @@ class Store(Protocol):
 
     def abort_upload(self, key: str, token: str) -> None:
         """Drop what a writer left; one that is gone is no error."""
+
+    def copies_from(self, other: Store) -> bool:
+        """Whether parts of our objects can be ranges of its objects, copied by the server."""
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""

@@ -32,6 +32,7 @@ from ckptool.storage.base import (
     ObjectInfo,
     PartLimits,
     PendingUpload,
+    Store,
     StoreRecipe,
 )
 from ckptool.storage.errors import translate
@@ -184,6 +185,9 @@ class FsspecStore:
         self._try("write", key, lambda: self._write(path, lambda: self._fs.pipe_file(path, body)))
         return self._check_size(key, len(body))
 
+    def append(self, key: str, data: Buffer) -> None:
+        raise RefusedError(f"{self.url_of(key)} cannot be appended to")
+
     def open_stream(self, key: str) -> SpooledStream:
         check_key(key)
         return SpooledStream(self, key)
@@ -212,6 +216,9 @@ class FsspecStore:
 
     def abort_upload(self, key: str, token: str) -> None:
         ASSEMBLIES.pop(token, None)
+
+    def copies_from(self, other: Store) -> bool:
+        return False
 
     def delete(self, key: str) -> None:
         path = self._path(check_key(key))

@@ -76,6 +76,12 @@ class MemoryAssembly:
         target[offset : offset + len(view)] = view
         return PartReceipt(number, len(view))
 
+    def surviving(self, claims: Sequence[tuple[PartReceipt, int, int | None]]) -> set[int]:
+        return {receipt.number for receipt, _, _ in claims}
+
+    def listed_parts(self) -> Sequence[PartReceipt]:
+        return ()
+
     def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
         buffer = ASSEMBLIES[self._token]
         check_parts(parts, num_bytes=len(buffer), where=self._store.url_of(self._key))

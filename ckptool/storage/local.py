@@ -24,6 +24,7 @@ from ckptool.storage.base import (
     ObjectInfo,
     PartLimits,
     PendingUpload,
+    Store,
     StoreRecipe,
 )
 from ckptool.storage.errors import translate
@@ -39,7 +40,7 @@ from ckptool.storage.local_writers import (
 
 __all__ = ["LocalStore"]
 
-_CAPABILITIES = Capabilities(shared=True, assembly=True, conditional_put=True)
+_CAPABILITIES = Capabilities(shared=True, assembly=True, conditional_put=True, append=True)
 _LIMITS = PartLimits(min_bytes=1, max_bytes=2**62, max_parts=2**31, preferred_bytes=16 * 2**20)
 _PREAD_BYTES = 2**30
 
@@ -132,6 +133,12 @@ class LocalStore:
                     os.unlink(hidden)
         return self.info(key)
 
+    def append(self, key: str, data: Buffer) -> None:
+        with self._translated("write", key), open(self._path(key), "ab", buffering=0) as file:
+            view = memoryview(data).cast("B")
+            while len(view):
+                view = view[file.write(view) or 0 :]
+
     def open_stream(self, key: str) -> LocalStream:
         with self._translated("write", key):
             return LocalStream(self, key, path=self._path(key))
@@ -161,6 +168,9 @@ class LocalStore:
     def abort_upload(self, key: str, token: str) -> None:
         with self._translated("abort", key):
             self.attach_assembly(key, token, num_bytes=0).abort()
+
+    def copies_from(self, other: Store) -> bool:
+        return False
 
     def delete(self, key: str) -> None:
         path = self._path(key)

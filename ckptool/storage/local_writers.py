@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from isal import isal_zlib
+
 from ckptool.errors import StorageError
 from ckptool.storage.base import Buffer, ObjectInfo, PartReceipt
 from ckptool.storage.errors import out_of_space, translate
@@ -139,6 +141,19 @@ class LocalAssembly:
             _pwrite_all(self._opened(), view, offset)
         return PartReceipt(number, len(view))
 
+    def surviving(self, claims: Sequence[tuple[PartReceipt, int, int | None]]) -> set[int]:
+        """Parts whose bytes still have the CRC-32 that they had; they are read again."""
+        there: set[int] = set()
+        with _translated(self._store.url_of(self._key)):
+            fd = self._opened()
+            for receipt, offset, crc32 in claims:
+                if crc32 is not None and crc32 == _crc_of(fd, offset, receipt.num_bytes):
+                    there.add(receipt.number)
+        return there
+
+    def listed_parts(self) -> Sequence[PartReceipt]:
+        return ()
+
     def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
         where = self._store.url_of(self._key)
         check_parts(parts, num_bytes=self._num_bytes, where=where)
@@ -166,6 +181,14 @@ class LocalAssembly:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+
+def _crc_of(fd: int, offset: int, num_bytes: int) -> int:
+    crc = 0
+    for start in range(offset, offset + num_bytes, _BUFFER_BYTES):
+        data = os.pread(fd, min(_BUFFER_BYTES, offset + num_bytes - start), start)
+        crc = int(isal_zlib.crc32(data, crc))
+    return crc
 
 
 def hidden_path(path: str, token: str) -> str:

@@ -20,6 +20,7 @@ from ckptool.storage.base import (
     ObjectInfo,
     PartLimits,
     PendingUpload,
+    Store,
     StoreRecipe,
 )
 from ckptool.storage.errors import error_code, rejects_checksums
@@ -138,6 +139,9 @@ class S3Store:
             verified = True
         return ObjectInfo(key, len(body)) if verified else self.check_size(key, len(body))
 
+    def append(self, key: str, data: Buffer) -> None:
+        raise RefusedError(f"{self.url_of(key)} cannot be appended to: S3 has no such request")
+
     def open_stream(self, key: str) -> S3Stream:
         check_key(key)
         self.client.require_bucket(self.bucket, verb="write", where=self.url_of(key))
@@ -151,6 +155,10 @@ class S3Store:
 
     def attach_assembly(self, key: str, token: str, *, num_bytes: int) -> S3Assembly:
         return S3Assembly(self, check_key(key), token=token, num_bytes=num_bytes)
+
+    def copies_from(self, other: Store) -> bool:
+        """Between places with one endpoint and one set of credentials."""
+        return isinstance(other, S3Store) and other.client.options == self.client.options
 
     def delete(self, key: str) -> None:
         where = self.url_of(key)

@@ -94,6 +94,33 @@ class S3Assembly:
         result = answer["CopyPartResult"]
         return self._receipt(number, end - start, result["ETag"], result.get("ChecksumCRC32"))
 
+    def surviving(self, claims: Sequence[tuple[PartReceipt, int, int | None]]) -> set[int]:
+        """Parts that the server lists with the same ETag."""
+        listed = {receipt.number: receipt.token for receipt in self.listed_parts()}
+        return {r.number for r, _, _ in claims if listed.get(r.number) == r.token}
+
+    def listed_parts(self) -> Sequence[PartReceipt]:
+        receipts: list[PartReceipt] = []
+        marker: dict[str, Any] = {}
+        while True:
+            try:
+                page = self._store.client.call(
+                    "list_parts", verb="list", where=self._where, **self._upload(), **marker
+                )
+            except StorageError as exc:
+                if error_code(exc) in ("NoSuchUpload", "404"):
+                    raise ObjectMissingError(f"the upload of {self._where} is gone") from exc
+                raise
+            for row in page.get("Parts") or ():
+                receipts.append(
+                    self._receipt(
+                        row["PartNumber"] - 1, row["Size"], row["ETag"], row.get("ChecksumCRC32")
+                    )
+                )
+            if not page.get("IsTruncated"):
+                return receipts
+            marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
     def commit(self, parts: Sequence[PartReceipt]) -> ObjectInfo:
         ordered = check_parts(parts, num_bytes=self._num_bytes, where=self._where)
         if not ordered:

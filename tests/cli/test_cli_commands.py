@@ -66,11 +66,15 @@ def test_every_command_takes_the_common_options(call, command):
     assert ("--jobs" in out) == (command in ("validate", "reshard", "export"))
 
 
-@pytest.mark.parametrize("option", ["--resume", "--discard", "--trust-server", "--dask=x"])
 @pytest.mark.parametrize("command", ["reshard", "export"])
-def test_what_is_not_there_is_not_accepted(call, f4, tmp_path, command, option):
-    """An option without an effect would be a lie."""
-    assert call(*arguments(command, f4, tmp_path), option)[0] == 2
+def test_nothing_to_resume_or_discard_is_said(call, f4, tmp_path, command):
+    """Without a journal there is nothing to go on with; both flags at once are a usage error."""
+    words = arguments(command, f4, tmp_path)
+    for option in ("--resume", "--discard"):
+        status, _, err = call(*words, option)
+        assert status == 11
+        assert "no interrupted run" in err
+    assert call(*words, "--resume", "--discard")[0] == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plain_checkpoint import Saved, place_of, random_array, read_safetensors, write_checkpoint
 
 from ckptool.dtypes import dtype_named
+from ckptool.engine.run import How
 from ckptool.errors import DamagedError
 from ckptool.model import Box, TensorEntry
 from ckptool.operations.export import export
@@ -74,7 +75,7 @@ VALUES = {"step": 3, "betas": (0.9, 0.95), "names": ["a", {"b": None}]}
 def assert_holds(folder: Path, tensors: dict[str, Saved], budget: int) -> None:
     """One safetensors file of all of it has numpy's bytes."""
     out = folder.parent / f"{folder.name}.safetensors"
-    export(str(folder), str(out), everything=True, max_memory=budget)
+    export(str(folder), str(out), everything=True, how=How(max_memory=budget))
     found = read_safetensors(out)
     wanted = {
         key: (dtype_named(saved.dtype).safetensors, saved.array.shape, saved.array.tobytes())
@@ -98,7 +99,14 @@ def test_values_survive_any_chain_of_reshards(tensors, hops, budget, num_files):
         write_checkpoint(here, named, values=VALUES, num_files=num_files)
         for number, (to, merge, compress, memory) in enumerate(hops, 1):
             there = Path(root, str(number))
-            reshard(str(here), str(there), to=to, merge=merge, compress=compress, max_memory=memory)
+            reshard(
+                str(here),
+                str(there),
+                to=to,
+                merge=merge,
+                compress=compress,
+                how=How(max_memory=memory),
+            )
             index = open_checkpoint(str(there)).index
             assert list(index.entries) == [*named, *VALUES]
             if merge:
@@ -167,10 +175,13 @@ def test_no_flipped_bit_passes(tensors, pick, to, merge, compress, budget):
         for work in (
             lambda: reshard(
                 str(source), str(Path(root, "r")), to=to, merge=merge, compress=compress,
-                max_memory=budget,
+                how=How(max_memory=budget),
             ),
             lambda: export(
-                str(source), str(Path(root, "x.safetensors")), everything=True, max_memory=budget
+                str(source),
+                str(Path(root, "x.safetensors")),
+                everything=True,
+                how=How(max_memory=budget),
             ),
             lambda: export(str(source), str(Path(root, "x.pt")), everything=True),
             lambda: export(str(source), str(Path(root, "hf")), everything=True),
