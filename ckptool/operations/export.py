@@ -15,6 +15,7 @@ from ckptool.errors import (
     NotEmptyError,
     ObjectMissingError,
     RefusedError,
+    StorageError,
     UnsupportedError,
     UsageError,
 )
@@ -141,7 +142,7 @@ def export(
         max_file_num_bytes=max_file_size or DEFAULT_MAX_FILE_BYTES,
         dtype=target,
     )
-    require_sound(index, url=checkpoint.url, keys=set(choice.names))
+    require_sound(checkpoint, keys=set(choice.names))
     dest = open_store(form.folder, options=dest_options)
     require_new_or_resumed(
         dest,
@@ -187,9 +188,10 @@ class _Destination:
 
 
 def _destination(dest_url: str, format: str | None, max_file_size: int | None) -> _Destination:
-    head, _, name = dest_url.rstrip("/").rpartition("/")
+    protocol, separator, path = dest_url.rpartition("://")
+    head, slash, name = path.rpartition("/")
     suffix = posixpath.splitext(name)[1]
-    if suffix not in _SINGLE or dest_url.endswith("/"):
+    if suffix not in _SINGLE:
         return _Destination(dest_url, None, format or "safetensors")
     if max_file_size is not None:
         raise UsageError(
@@ -201,8 +203,8 @@ def _destination(dest_url: str, format: str | None, max_file_size: int | None) -
             f"--format {format} does not fit the ending of {dest_url}",
             hint=f"end the name in {'.safetensors' if format == 'safetensors' else '.pt'}",
         )
-    folder = head if head else ("/" if dest_url.startswith("/") else ".")
-    return _Destination(folder, name, _SINGLE[suffix])
+    folder = protocol + separator + (head or slash)
+    return _Destination(folder or ".", name, _SINGLE[suffix])
 
 
 def _refuse_existing(dest: Store, form: _Destination) -> None:
@@ -212,6 +214,7 @@ def _refuse_existing(dest: Store, form: _Destination) -> None:
     try:
         dest.info(form.name)
     except ObjectMissingError:
+        refuse_unless_empty(dest.child(form.name))
         return
     raise NotEmptyError(
         f"{dest.url_of(form.name)} exists already",
@@ -325,7 +328,7 @@ def _check(dest: Store, layout: ExportLayout, plan: Plan) -> None:
             header = parse_header(head, file_num_bytes=info.num_bytes)
             ok = set(header.tensors) == {tensor.name for tensor in file.tensors}
         if not ok:
-            raise RefusedError(
+            raise StorageError(
                 f"{dest.url_of(file.name)} does not read back as what was written",
                 hint="remove it and run again",
                 url=dest.url_of(file.name),

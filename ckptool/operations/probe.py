@@ -32,6 +32,7 @@ __all__ = ["Wanted", "probe", "read_value"]
 BATCH_ITEMS = 512
 MAX_GAP_BYTES = 16 << 10
 MAX_READ_BYTES = 4 << 20
+MAX_VALUE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,12 @@ def read_value(store: Store, entry: ValueEntry) -> bytes:
         )
     raw = store.read(item.file, start=item.offset, end=item.end)
     with located(entry.key, None, item):
-        data = b"".join(item_blocks(store, item, max_bytes=None)) if item.transforms else raw
-        parse_value_item(data)
+        parse_value_item(_unwrapped(store, item) if item.transforms else raw)
     return raw
+
+
+def _unwrapped(store: Store, item: Item) -> bytes:
+    return b"".join(item_blocks(store, item, max_bytes=MAX_VALUE_BYTES))
 
 
 def _probe_batch(store: Store, wanted: Sequence[Wanted], batch: Sequence[int]) -> list[Source]:

@@ -53,7 +53,7 @@ def read_trees(
             )
         with located(key, None, entry.item):
             try:
-                values[key] = _read(checkpoint, entry, records)
+                values[key] = _read(checkpoint, entry, records, room=max_memory)
             except UnsupportedError as error:
                 left_out[key] = error.message
     by_file = {
@@ -63,10 +63,15 @@ def read_trees(
     return Trees(by_file, records, left_out)
 
 
-def _read(checkpoint: Checkpoint, entry: ValueEntry, records: dict[str, bytes]) -> Any:
-    """The plain value of an entry; tensors inside it point at ``records`` of their own names."""
+def _read(
+    checkpoint: Checkpoint, entry: ValueEntry, records: dict[str, bytes], *, room: int
+) -> Any:
+    """The plain value of an entry; tensors inside it point at ``records`` of their own names.
+
+    ``room`` bounds what a compressed item may grow to.
+    """
     assert entry.item is not None
-    data = b"".join(item_blocks(checkpoint.store, entry.item, max_bytes=None))
+    data = b"".join(item_blocks(checkpoint.store, entry.item, max_bytes=room))
     item = parse_value_item(data)
     found: dict[str, bytes] = {}
 

@@ -17,17 +17,18 @@ from ckptool.operations.open import Checkpoint
 from ckptool.planning.findings import ERROR, NOTE, WARNING, Finding, subject_name
 from ckptool.planning.item_ranges import ItemRanges
 
-__all__ = ["check_objects"]
+__all__ = ["check_files", "check_objects"]
 
 
 def check_objects(checkpoint: Checkpoint, ranges: ItemRanges) -> Iterator[Finding]:
     """Compare what the index names with what one listing showed."""
-    yield from _check_files(checkpoint, ranges)
+    yield from check_files(checkpoint, ranges)
     yield from _check_orphans(checkpoint)
     yield from _check_manifest(checkpoint)
 
 
-def _check_files(checkpoint: Checkpoint, ranges: ItemRanges) -> Iterator[Finding]:
+def check_files(checkpoint: Checkpoint, ranges: ItemRanges) -> Iterator[Finding]:
+    """Files that items need and that are missing or too short, each once."""
     sizes = np.array([checkpoint.sizes.get(f, -1) for f in ranges.files], np.int64)
     end = ranges.start + ranges.length
     outside = end > sizes[ranges.file] if len(ranges) else np.zeros(0, bool)
