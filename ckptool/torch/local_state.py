@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckptool.dtypes import DType, dtype_named
 from ckptool.errors import UnsupportedError, UsageError
 from ckptool.model import Box
+from ckptool.planning.boxes import whole_box
 
 __all__ = ["LocalShard", "LocalState", "Path", "flatten", "local_bytes", "memory_of", "torch_dtype"]
 
@@ -84,12 +89,12 @@ def flatten(state: Mapping[str, Any]) -> LocalState:
         ) from error
     shards: list[LocalShard] = []
     values: dict[str, Any] = {}
-    for item in planner.create_local_plan().items:
-        if item.type is WriteItemType.BYTE_IO:
-            values[item.index.fqn] = planner.state_dict[item.index.fqn]
-            continue
-        assert item.tensor_data is not None
-        shards.append(_shard(item, planner))
+    with torch.no_grad():
+        for key, leaf in planner.state_dict.items():
+            if isinstance(leaf, torch.Tensor):
+                shards += _shards(key, leaf)
+            else:
+                values[key] = leaf
     return LocalState(shards, values, dict(planner.mappings), nested, stateful)
 
 
@@ -116,11 +121,37 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def _shard(item: Any, planner: DefaultSavePlanner) -> LocalShard:
-    data, key = item.tensor_data, item.index.fqn
-    tensor = planner.lookup_object(item.index)
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+def _shards(key: str, leaf: torch.Tensor) -> list[LocalShard]:
+    """This rank's pieces of one tensor; none where it is not part of the tensor's mesh."""
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, DTensor):
+        if leaf.device_mesh.get_coordinate() is None:
+            return []
+        box = _box(shape, leaf.device_mesh, leaf.placements)
+        return [_shard(key, shape, box, leaf.to_local())]
+    if isinstance(leaf, ShardedTensor):
+        rows = leaf.local_shards()
+        boxes = [Box(tuple(r.metadata.shard_offsets), tuple(r.metadata.shard_sizes)) for r in rows]
+        shape = tuple(leaf.metadata().size)
+        return [_shard(key, shape, box, r.tensor) for r, box in zip(rows, boxes, strict=True)]
+    return [_shard(key, shape, whole_box(shape), leaf)]
+
+
+@lru_cache(maxsize=100_000)
+def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Box:
+    """Where this rank's part of a DTensor lies; many tensors share the answer."""
+    for placement in placements:
+        if placement.is_partial():
+            raise UnsupportedError(
+                f"a DTensor with placements {placements} holds sums that are not reduced yet",
+                hint="redistribute it before it is saved",
+            )
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _shard(key: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor) -> LocalShard:
+    if tensor.layout != torch.strided:
         raise UnsupportedError(f"{key}: only dense tensors are saved, not {tensor.layout}")
     if tensor.is_quantized:
         raise UnsupportedError(f"{key}: quantized tensors are not saved", hint="save int_repr()")
@@ -128,8 +159,12 @@ def _shard(item: Any, planner: DefaultSavePlanner) -> LocalShard:
         raise UnsupportedError(
             f"{key}: the local tensor has shape {tuple(tensor.shape)}, its box is {box}"
         )
-    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
-    return LocalShard(key, dtype, tuple(data.size), box, tensor)
+    return LocalShard(key, _dtype(tensor.dtype), shape, box, tensor)
+
+
+@lru_cache(maxsize=64)
+def _dtype(dtype: torch.dtype) -> DType:
+    return dtype_named(str(dtype).removeprefix("torch."))
 
 
 def _own_key(place: Any, part: str | int) -> Any:

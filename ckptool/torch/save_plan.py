@@ -31,7 +31,6 @@ class Layout:
     every key's place in the nested state.
     """
 
-    fingerprint: str
     shares: tuple[Share, ...]
     offers: tuple[tuple[Offer, ...], ...] = ()
     all_shares: tuple[tuple[Share, ...], ...] = ()
@@ -72,6 +71,7 @@ class SavePlanner:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._layout: Layout | None = None
+        self._offered: list[Offer] = []
 
     def plan(self, step: int, shared: LocalState, own: LocalState) -> RankSave:
         """Collective; raises the same error on every rank."""
@@ -79,9 +79,9 @@ class SavePlanner:
 
         def offer() -> bytes:
             facts["offers"] = _offers(shared, own)
-            facts["fingerprint"] = _fingerprint(facts["offers"])
             facts["digests"] = {key: values.digest(v) for key, v in shared.values.items()}
-            known = self._layout is not None and self._layout.fingerprint == facts["fingerprint"]
+            facts["stored"] = self._encode(shared, own, self._usual_values(shared))
+            known = self._layout is not None and self._offered == facts["offers"]
             row = {
                 "step": step,
                 "known": known,
@@ -94,15 +94,20 @@ class SavePlanner:
         _check_steps([row["step"] for row in rows])
         if not all(row["known"] for row in rows):
             paths = {**shared.paths, **own.paths}
-            self._layout = self._agree(facts["fingerprint"], facts["offers"], paths)
+            self._layout = None
+            self._layout = self._agree(facts["offers"], paths)
+            self._offered = facts["offers"]
         assert self._layout is not None
         same = len({row["values"] for row in rows}) == 1
-        mine = self._share_values(facts["digests"], same=same)
-        stored = self._encode(shared, own, mine)
+        stored = facts["stored"]
+        if not same:
+            mine = self._share_values(facts["digests"])
+            self._group.together(lambda: self._encode_into(facts, shared, own, mine))
+            stored = facts["stored"]
         shards = (*shared.shards, *own.shards)
         return RankSave(step, rows[0]["attempt"], self._layout, shards, stored)
 
-    def _agree(self, fingerprint: str, offers: list[Offer], paths: Mapping[str, Path]) -> Layout:
+    def _agree(self, offers: list[Offer], paths: Mapping[str, Path]) -> Layout:
         keys = {offer.key for offer in offers}
         row = {
             "offers": [offer.to_json() for offer in offers],
@@ -121,18 +126,19 @@ class SavePlanner:
         self._group.from_rank_0(assign)
         if not every:
             mine = json.loads(self._group.scatter(None))
-            return Layout(fingerprint, tuple(map(Share.from_json, mine)))
+            return Layout(tuple(map(Share.from_json, mine)))
         offered, merged, shares = every
         mine = json.loads(self._group.scatter([_json(row) for row in shares]))
         all_shares = tuple(map(tuple, shares))
-        return Layout(
-            fingerprint, tuple(map(Share.from_json, mine)), tuple(offered), all_shares, merged
-        )
+        own = tuple(map(Share.from_json, mine))
+        return Layout(own, tuple(offered), all_shares, merged)
 
-    def _share_values(self, digests: Mapping[str, str], *, same: bool) -> set[str]:
-        """Keys of the shared values that this rank stores."""
-        if same:
-            return set(digests) if self._group.rank == 0 else set()
+    def _usual_values(self, shared: LocalState) -> set[str]:
+        """The values that this rank stores where all ranks have the same ones."""
+        return set(shared.values) if self._group.rank == 0 else set()
+
+    def _share_values(self, digests: Mapping[str, str]) -> set[str]:
+        """Keys of the values that this rank stores where the ranks have different keys."""
         rows = [json.loads(r) for r in self._group.all_gather(json.dumps(digests).encode())]
         holder: dict[str, int] = {}
         for rank, row in enumerate(rows):
@@ -147,21 +153,20 @@ class SavePlanner:
                     )
         return {key for key, rank in holder.items() if rank == self._group.rank}
 
-    def _encode(
-        self, shared: LocalState, own: LocalState, mine: set[str]
-    ) -> tuple[StoredValue, ...]:
-        stored: list[StoredValue] = []
+    def _encode_into(
+        self, facts: dict[str, Any], shared: LocalState, own: LocalState, mine: set[str]
+    ) -> bytes:
+        facts["stored"] = self._encode(shared, own, mine)
+        return b""
 
-        def encode() -> bytes:
-            for state, keys in ((shared, mine), (own, set(own.values))):
-                for key, value in state.values.items():
-                    if key in keys:
-                        data = values.encode(key, value)
-                        stored.append(StoredValue(key, state.paths[key], data))
-            return b""
-
-        self._group.together(encode)
-        return tuple(stored)
+    @staticmethod
+    def _encode(shared: LocalState, own: LocalState, mine: set[str]) -> tuple[StoredValue, ...]:
+        return tuple(
+            StoredValue(key, state.paths[key], values.encode(key, value))
+            for state, keys in ((shared, mine), (own, set(own.values)))
+            for key, value in state.values.items()
+            if key in keys
+        )
 
 
 def _offers(shared: LocalState, own: LocalState) -> list[Offer]:
@@ -190,10 +195,6 @@ def _merged_paths(rows: Sequence[Any]) -> dict[str, Path]:
         for key, path in row["paths"].items():
             merged.setdefault(key, tuple(path))
     return merged
-
-
-def _fingerprint(offers: Sequence[Offer]) -> str:
-    return _hash([offer.to_json() for offer in offers])
 
 
 def _hash(rows: Any) -> str:

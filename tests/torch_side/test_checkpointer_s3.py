@@ -1,0 +1,136 @@
+"""Saves and loads on a real S3 server, and a proxy in front of it that fails as it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from s3_faults import FaultProxy, error
+
+from ckptool.errors import StorageError
+from ckptool.storage import open_store
+from ckptool.torch import Checkpointer
+
+DEADLINE_S = 8.0
+
+
+@pytest.fixture
+def options(s3_options: dict[str, Any], s3_proxy: FaultProxy) -> Iterator[dict[str, Any]]:
+    yield {
+        **s3_options,
+        "endpoint_url": s3_proxy.endpoint_url,
+        "ckptool_deadline_s": DEADLINE_S,
+    }
+    os.environ.pop("CKPTOOL_FAULT", None)
+
+
+def _state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(5000, 2000, generator=generator), "b": torch.ones(3), "step": seed}
+
+
+def _zeros() -> dict[str, Any]:
+    return {"w": torch.zeros(5000, 2000), "b": torch.zeros(3), "step": None}
+
+
+def test_a_save_in_flight_to_s3_loads_bit_for_bit(s3_url: str, s3_options: dict[str, Any]) -> None:
+    """In parts through the uploader, back in ranges, with every byte verified."""
+    with Checkpointer(s3_url, storage_options=s3_options) as checkpointer:
+        checkpointer.save(7, _state(7))
+        found = _zeros()
+        report = checkpointer.load(found)
+        assert report is not None
+        assert torch.equal(found["w"], _state(7)["w"])
+        assert found["step"] == 7
+        assert report.unverified_bytes == 0
+        assert report.amplification < 1.02
+    store = open_store(s3_url, options=s3_options).child("step-00000007")
+    manifest = json.loads(store.read("ckpt.json"))
+    assert manifest["verified"] == ("checksum" if store.capabilities.checksums else "size")
+
+
+def test_a_busy_store_is_patiently_asked(
+    s3_url: str, options: dict[str, Any], s3_proxy: FaultProxy
+) -> None:
+    """A part that is answered 503 a few times does not fail the save."""
+    s3_proxy.fail("PUT", "partNumber=2", times=3)
+    with Checkpointer(s3_url, storage_options=options) as checkpointer:
+        checkpointer.save(1, _state(1))
+        checkpointer.wait()
+        assert checkpointer.latest() == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [None, error(400, "ExpiredToken")], ids=["busy for ever", "token expired"]
+)
+def test_patience_ends_with_a_clear_error(
+    s3_url: str, options: dict[str, Any], s3_proxy: FaultProxy, answer: Any
+) -> None:
+    """Soon after the deadline the save fails, the last step stands, and nothing half written
+    is left after it; the next save is clean."""
+    with Checkpointer(s3_url, storage_options=options) as checkpointer:
+        checkpointer.save(1, _state(1))
+        checkpointer.wait()
+        s3_proxy.fail("PUT", "partNumber=2", answer=answer)
+        started = time.monotonic()
+        checkpointer.save(2, _state(2))
+        with pytest.raises(StorageError) as caught:
+            checkpointer.wait()
+        assert time.monotonic() - started < DEADLINE_S + 10
+        assert "__0_0" in str(caught.value)
+        s3_proxy.clear()
+        assert checkpointer.latest() == 1
+        assert not open_store(s3_url, options=options).list_uploads()
+        checkpointer.save(2, _state(2))
+        checkpointer.wait()
+        assert checkpointer.latest() == 2
+
+
+def test_the_next_start_aborts_stale_uploads(s3_url: str, s3_options: dict[str, Any]) -> None:
+    """An uploader that was killed leaves a multipart upload; the next start drops it, and no
+    other one."""
+    store = open_store(s3_url, options=s3_options)
+    other = store.open_assembly("export/model.safetensors", num_bytes=1 << 24)
+    with Checkpointer(s3_url, storage_options=s3_options, on_failure="warn") as checkpointer:
+        os.environ["CKPTOOL_FAULT"] = "in-part:kill-uploader"
+        checkpointer.save(1, _state(1))
+        checkpointer.wait()
+        os.environ.pop("CKPTOOL_FAULT")
+    assert len(store.list_uploads()) == 2
+    Checkpointer(s3_url, storage_options=s3_options).close()
+    assert [row.token for row in store.list_uploads()] == [other.token]
+
+
+def worker(rank: int, num_ranks: int, *, url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1's parts are refused for ever; both ranks must learn of it."""
+    from ckptool.errors import CkptoolError
+
+    with Checkpointer(url, storage_options=options, process_timeout_s=60) as checkpointer:
+        started = time.monotonic()
+        checkpointer.save(1, {f"w{rank}": torch.ones(5000, 2000), "step": 1})
+        try:
+            checkpointer.wait()
+        except CkptoolError as failure:
+            return {"error": str(failure), "seconds": time.monotonic() - started}
+    return {"error": None, "seconds": 0.0}
+
+
+def test_one_ranks_storage_failure_is_every_ranks(
+    s3_url: str, options: dict[str, Any], s3_proxy: FaultProxy
+) -> None:
+    """Both ranks raise the storage's own words, soon after the deadline, and nothing stands."""
+    s3_proxy.fail("PUT", "__1_0.*partNumber=1")
+    ends = run_ranks(__file__, "worker", num_ranks=2, url=s3_url, options=options)
+    for end in ends:
+        assert "__1_0" in str(end.result["error"])
+        assert end.result["seconds"] < DEADLINE_S + 10
+    s3_proxy.clear()
+    store = open_store(s3_url, options=options)
+    assert not [info for info in store.list() if info.key.endswith(".metadata")]
+    assert not store.list_uploads()
