@@ -16,7 +16,7 @@ import time
 
 from ckptool.errors import StorageError
 
-__all__ = ["POINTS", "fault_point"]
+__all__ = ["POINTS", "fault_point", "part_fault"]
 
 POINTS = ("before-first-part", "in-part", "before-manifest", "before-metadata", "after-metadata")
 
@@ -30,6 +30,14 @@ def fault_point(point: str, *, rank: int, owner_pid: int | None = None) -> None:
     if wanted != point or (who and int(who[0]) != rank):
         return
     _act(action, point=point, rank=rank, owner_pid=owner_pid or os.getpid())
+
+
+def part_fault(number: int, is_last: bool, *, rank: int, owner_pid: int | None = None) -> None:
+    """The points around a part: ``in-part`` is at any but the first, or at the only one."""
+    if number == 0:
+        fault_point("before-first-part", rank=rank, owner_pid=owner_pid)
+    if number > 0 or is_last:
+        fault_point("in-part", rank=rank, owner_pid=owner_pid)
 
 
 def _act(action: str, *, point: str, rank: int, owner_pid: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from ckptool.layout import shard_file_name, step_name
 from ckptool.storage.base import Store
 from ckptool.torch.commit import refuse_if_committed
-from ckptool.torch.faults import fault_point
+from ckptool.torch.faults import part_fault
 from ckptool.torch.group import Group
 from ckptool.torch.local_state import LocalShard, local_bytes, memory_of
 from ckptool.torch.news import News
@@ -91,12 +91,9 @@ class InProcess:
             return None
         rank, folder = context.group.rank, step_name(save.step)
         name = shard_file_name(rank, 0, attempt=save.attempt)
-        num_parts = 0
 
-        def on_part() -> None:
-            nonlocal num_parts
-            fault_point("in-part" if num_parts else "before-first-part", rank=rank)
-            num_parts += 1
+        def on_part(number: int, is_last: bool) -> None:
+            part_fault(number, is_last, rank=rank)
             context.news.progress()
 
         return write_shard_file(

@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 Payload = Callable[[int, int], memoryview]
+OnPart = Callable[[int, bool], None]
 
 
 @dataclass(frozen=True)
@@ -130,19 +131,21 @@ def write_shard_file(
     image: memoryview | None = None,
     num_threads: int = 8,
     on_open: Callable[[str], None] = lambda token: None,
-    on_part: Callable[[], None] = lambda: None,
+    on_part: OnPart = lambda number, is_last: None,
     should_stop: Callable[[], CkptoolError | None] = lambda: None,
 ) -> ShardResult:
     """Write the file and compare what is stored with what was sent.
 
     ``image``, writable, already holds every payload at its place in the file: heads and tails
     are then written into it and parts are uploaded from it without a copy. ``on_open`` learns
-    an assembly's token before its first part; ``on_part`` is called before each part;
+    an assembly's token before its first part; ``on_part`` gets each part's number before it is
+    sent, and whether it is the last;
     ``should_stop`` is asked between parts, and its error raised. On any failure the upload is
     aborted and the error raised.
     """
     num_bytes = file_num_bytes(items)
-    cutter = _Cutter(items, part_bytes=_part_bytes(store, num_bytes), image=image)
+    part_bytes = _part_bytes(store, num_bytes)
+    cutter = _Cutter(items, num_bytes=num_bytes, part_bytes=part_bytes, image=image)
     if num_bytes <= cutter.part_bytes:
         info, verified = _put_whole(store, key, cutter, image, on_part)
     elif store.capabilities.assembly:
@@ -163,11 +166,17 @@ class _Cutter:
     """Walks the file once: parts in order, with the CRCs of everything on the way."""
 
     def __init__(
-        self, items: Sequence[TensorItem | ValueItem], *, part_bytes: int, image: memoryview | None
+        self,
+        items: Sequence[TensorItem | ValueItem],
+        *,
+        num_bytes: int,
+        part_bytes: int,
+        image: memoryview | None,
     ) -> None:
         self.part_bytes = part_bytes
         self.results: list[ItemResult] = []
         self.crcs: list[tuple[int, int]] = []
+        self.num_bytes = num_bytes
         self._items, self._image = items, image
         self._offset = 0
 
@@ -183,6 +192,9 @@ class _Cutter:
                 part = _Part(part.number + 1, part.offset + part.num_bytes)
         if part.num_bytes or part.number == 0:
             yield part
+
+    def is_last(self, part: _Part) -> bool:
+        return part.offset + part.num_bytes == self.num_bytes
 
     def _fragments(self) -> Iterator[tuple[memoryview, int]]:
         for item in self._items:
@@ -235,10 +247,10 @@ class _Cutter:
 
 
 def _put_whole(
-    store: Store, key: str, cutter: _Cutter, image: memoryview | None, on_part: Callable[[], None]
+    store: Store, key: str, cutter: _Cutter, image: memoryview | None, on_part: OnPart
 ) -> tuple[ObjectInfo, str]:
     (part,) = cutter.parts()
-    on_part()
+    on_part(0, True)
     data = part.data(image) if part.num_bytes else memoryview(b"")
     return store.put(key, data), "size"
 
@@ -248,14 +260,14 @@ def _stream(
     key: str,
     cutter: _Cutter,
     image: memoryview | None,
-    on_part: Callable[[], None],
+    on_part: OnPart,
     should_stop: Callable[[], CkptoolError | None],
 ) -> tuple[ObjectInfo, str]:
     writer = store.open_stream(key)
     try:
         for part in cutter.parts():
             _raise(should_stop())
-            on_part()
+            on_part(part.number, cutter.is_last(part))
             writer.write(part.data(image))
         return writer.commit(), "size"
     except BaseException:
@@ -271,7 +283,7 @@ def _assemble(
     image: memoryview | None,
     num_threads: int,
     on_open: Callable[[str], None],
-    on_part: Callable[[], None],
+    on_part: OnPart,
     should_stop: Callable[[], CkptoolError | None],
 ) -> tuple[ObjectInfo, str]:
     assembly = store.open_assembly(key, num_bytes=num_bytes)
@@ -285,7 +297,7 @@ def _assemble(
             while len(pending) > num_threads:
                 pending = _collect(pending, receipts)
                 _raise(should_stop())
-            on_part()
+            on_part(part.number, cutter.is_last(part))
             pending.add(pool.submit(_send, assembly, part, image))
         while pending:
             _raise(should_stop())

@@ -23,7 +23,7 @@ from typing import Any
 from ckptool.errors import CkptoolError, StorageError
 from ckptool.storage import Store, open_store
 from ckptool.torch.channel import Channel, Message
-from ckptool.torch.faults import fault_point
+from ckptool.torch.faults import part_fault
 from ckptool.torch.image import Image, Region
 from ckptool.torch.ranks_json import error_from_json, error_to_json
 from ckptool.torch.save_commit import CommitOrder, commit_rows
@@ -99,16 +99,12 @@ class _Uploader:
         tensors = [
             TensorItem(row.dtype, row.sizes, _payload(image, row)) for row in self._image.regions
         ]
-        num_parts = 0
 
         def on_open(token: str) -> None:
             self._busy = (f"{folder}/{key}", token)
 
-        def on_part() -> None:
-            nonlocal num_parts
-            point = "in-part" if num_parts else "before-first-part"
-            fault_point(point, rank=self._rank, owner_pid=self._owner_pid)
-            num_parts += 1
+        def on_part(number: int, is_last: bool) -> None:
+            part_fault(number, is_last, rank=self._rank, owner_pid=self._owner_pid)
             self._tell({"op": "alive"})
 
         try:
