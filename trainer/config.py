@@ -69,6 +69,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied: bool = False
 
+    @property
+    def num_parameters(self) -> int:
+        """Of a completed configuration; a tied embedding counts once."""
+        kv_dim = self.dim // self.num_heads * self.num_kv_heads
+        attention = 2 * self.dim * (self.dim + kv_dim)
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tied else 2)
+        return self.num_layers * block + embeddings + self.dim
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -149,6 +158,7 @@ class CheckpointConfig:
     keep_every: int = 0
     final: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    mode: str = "async"
     import_full: str = ""
     export_full: str = ""
 
@@ -184,6 +194,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.unit": ("block", "layer", "root"),
     "parallel.fsdp1_sharding": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"),
     "parallel.fsdp1_wrap": ("block", "transformer", "size"),
+    "checkpoint.mode": ("async", "sync"),
     "precision.mode": ("fp32", "mixed", "bf16", "fp16"),
     "precision.reduce_dtype": ("float32", "bfloat16"),
     "memory.activation_checkpointing": ("none", "full", "selective"),

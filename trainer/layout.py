@@ -43,6 +43,11 @@ class Layout:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def facts(self) -> dict[str, object]:
+        """What the manifest says of the layout."""
+        names = ("strategy", "dp_replicate", "dp_shard", "tp")
+        return {name: getattr(self.parallel, name) for name in names}
+
     def describe(self) -> str:
         parallel = self.parallel
         axes = f"{parallel.dp_replicate} x {parallel.dp_shard} x {parallel.tp}"

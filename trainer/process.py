@@ -14,7 +14,7 @@ from ckptool.errors import UsageError
 from trainer.config import RunConfig
 from trainer.rng import derive_rng
 
-__all__ = ["pick_device", "process_group"]
+__all__ = ["Pace", "pick_device", "process_group"]
 
 
 @contextmanager
@@ -31,11 +31,28 @@ def process_group(config: RunConfig) -> Iterator[tuple[torch.device, int, int]]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.process_timeout_s))
     derive_rng(seed=config.seed, rank=rank, step=0)
-    try:
-        yield device, rank, world_size
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield device, rank, world_size
+    # After an exception the peers may be stuck in a collective, and this would wait for them.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Pace:
+    """Keeps the host at most one step ahead of its device, which a stop together relies on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._enabled = device.type == "cuda"
+        self._last: torch.cuda.Event | None = None
+
+    def step(self) -> None:
+        """Call it after each step: waits until the device has done the step before."""
+        if not self._enabled:
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = event
 
 
 def pick_device(name: str) -> torch.device:
