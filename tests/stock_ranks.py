@@ -7,6 +7,9 @@ that a test file may take this module's names without it.
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ GROUPS: list[dict[str, Any]] = [
     {"lr": 1e-3, "betas": (0.9, 0.999), "params": ["one"], "foreach": True},
     {"lr": 0.0, "betas": (0.0, 0.0), "params": [], "foreach": None},
 ]
+_MADE: list[tempfile.TemporaryDirectory[str]] = []
 VALUES: dict[str, Any] = {"it": 12, "name": "run/ä", "blob": b"\x00\xff\x80", "big": 2**70}
 
 
@@ -57,9 +61,18 @@ def state(by_key: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def saved(folder: Path, *, num_ranks: int = 4) -> Path:
-    """The checkpoint, saved by so many ranks."""
-    run_ranks(__file__, "save", num_ranks=num_ranks, folder=str(folder))
+def saved(folder: Path) -> Path:
+    """The checkpoint in a folder of its own; its four ranks run once a session."""
+    shutil.copytree(_saved(), folder)
+    return folder
+
+
+@functools.cache
+def _saved() -> Path:
+    scratch = tempfile.TemporaryDirectory()
+    _MADE.append(scratch)
+    folder = Path(scratch.name, "stock")
+    run_ranks(__file__, "save", num_ranks=4, folder=str(folder))
     return folder
 
 

@@ -13,6 +13,7 @@ from dcp_writer import edited_metadata, flip_bit, item_of, save_plain
 from plain_checkpoint import Saved, random_array, rows_of, write_checkpoint
 from recording_store import RecordingStore
 
+from ckptool.engine.run import How
 from ckptool.errors import DamagedError, NotEmptyError, RefusedError, UsageError
 from ckptool.model import Box, TensorEntry, ValueEntry
 from ckptool.operations import reshard as reshard_module
@@ -411,7 +412,7 @@ def test_many_wrapped_items_at_once(tmp_path):
     write_checkpoint(tmp_path / "a", saved)
     for attempt in range(3):
         out = tmp_path / f"{attempt}.pt"
-        export(str(tmp_path / "a"), str(out), everything=True, jobs=16, max_memory=1 << 16)
+        export(str(tmp_path / "a"), str(out), everything=True, how=How(jobs=16, max_memory=1 << 16))
         data = out.read_bytes()
         assert all(array.tobytes() in data for array in arrays.values())
 
@@ -425,7 +426,7 @@ def test_large_tensors_in_small_parts(tmp_path):
         "turned": Saved(array, cells, "float32", stored="transposed"),
     }
     write_checkpoint(tmp_path / "a", saved)
-    reshard(str(tmp_path / "a"), str(tmp_path / "b"), to=7, merge=True, max_memory=1 << 14)
-    reshard(str(tmp_path / "b"), str(tmp_path / "c"), to=1, merge=True, max_memory=1 << 14)
+    reshard(str(tmp_path / "a"), str(tmp_path / "b"), to=7, merge=True, how=How(max_memory=1 << 14))
+    reshard(str(tmp_path / "b"), str(tmp_path / "c"), to=1, merge=True, how=How(max_memory=1 << 14))
     data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
     assert data.count(array.tobytes()) == 2
