@@ -112,7 +112,7 @@ def make(folder: Path, *, num_ranks: int, is_own: bool) -> None:
     payloads: dict[str, Payloads] = {}
     for number, key in enumerate(keys):
         entries[key], num_bytes = _entry(key, number, files, filled)
-        crcs = np.arange(num_ranks, dtype=np.int64) * 2654435761 % 2**32
+        crcs = np.random.default_rng(number).integers(0, 2**32, num_ranks)
         payloads[key] = Payloads(
             offsets=np.full(num_ranks, _PAYLOAD_OFFSET, np.int64),
             num_bytes=np.full(num_ranks, num_bytes, np.int64),
