@@ -1,0 +1,184 @@
+"""Saves and loads of a sharded state: ours, torch's own, and the raw limits, in one run.
+
+Each job is a group of ranks (bench_save_ranks.py) in which all contenders take turns, so that
+they see the same machine and the same server. What a contender is compared with stands in
+``ratios``: speeds are ours / theirs, shares and amplifications fractions of 1, null where this
+machine cannot measure one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_common import machine, measure, parse_size, print_table, python, text_size, write_json
+from bench_servers import KEY, REGION, SECRET, Server, installed, running
+
+SCHEMA = "ckptool.bench_save/1"
+RATIOS = (
+    "stall_share",
+    "staging_vs_pinned_copy",
+    "upload_vs_client",
+    "upload_vs_fsspec_writer",
+    "load_vs_fsspec_reader",
+    "read_amplification_same_world",
+    "read_amplification_reshard",
+)
+
+
+def main() -> None:
+    arguments = _arguments()
+    num_bytes = parse_size(arguments.size or ("96MiB" if arguments.quick else "1GiB"))
+    num_rounds = 1 if arguments.quick else 3
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": machine(),
+        "device": arguments.device,
+        "num_ranks": arguments.ranks,
+        "state_bytes": num_bytes,
+        "servers": {},
+        "ratios": dict.fromkeys(RATIOS),
+    }
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        names = installed()[:1] if arguments.quick else installed()
+        for name in names if arguments.device == "cpu" else []:
+            _say(f"saving to and loading from {name}")
+            with running(name, scratch=Path(scratch), store_bytes=16 * num_bytes) as server:
+                document["servers"][name] = _on_server(server, arguments, num_bytes, num_rounds)
+        _say(f"training on {arguments.device} while saves go on")
+        document["steps"] = _run_job(
+            {
+                "job": "steps",
+                "num_ranks": arguments.ranks,
+                "device": arguments.device,
+                "state_bytes": num_bytes,
+                "num_steps": 8 if arguments.quick else 30,
+                "url": str(Path(scratch, "steps")),
+                "stock": not arguments.quick,
+            }
+        )
+        document["amplification"] = _run_job(
+            {"job": "amplification", "num_ranks": 1, "device": "cpu", "url": scratch}
+        )
+    document["ratios"].update(_ratios(document))
+    _print(document)
+    if arguments.json:
+        write_json(arguments.json, document)
+
+
+def _on_server(
+    server: Server, arguments: argparse.Namespace, num_bytes: int, num_rounds: int
+) -> dict[str, Any]:
+    bucket = server.make_bucket(f"bench-{uuid.uuid4().hex[:8]}")
+    options = {
+        "endpoint_url": server.endpoint_url,
+        "key": KEY,
+        "secret": SECRET,
+        "client_kwargs": {"region_name": REGION},
+    }
+    cases = ["ckptool", "client", "dcp.save + FsspecWriter"]
+    if not arguments.quick:
+        cases += ["dcp.async_save, thread", "dcp.async_save, process"]
+    return _run_job(
+        {
+            "job": "server",
+            "num_ranks": arguments.ranks,
+            "device": "cpu",
+            "state_bytes": num_bytes,
+            "num_rounds": num_rounds,
+            "url": bucket,
+            "options": options,
+            "cases": cases,
+        }
+    )
+
+
+def _run_job(spec: Mapping[str, Any]) -> dict[str, Any]:
+    run = measure(python("scripts/bench_save_ranks.py", json.dumps(spec)))
+    result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return {**result, "peak_rss_bytes": run.peak_rss_bytes}
+
+
+def _ratios(document: Mapping[str, Any]) -> dict[str, float | None]:
+    """The worst over the servers; medians of the rounds."""
+    servers = document["servers"].values()
+    steps, amplification = document["steps"], document["amplification"]
+    same = [server["amplification"] for server in servers] or [amplification["same_world"]]
+    return {
+        "stall_share": steps["stall_share"],
+        "staging_vs_pinned_copy": steps["staging_vs_pinned_copy"],
+        "upload_vs_client": _worst(servers, "save", "client"),
+        "upload_vs_fsspec_writer": _worst(servers, "save", "dcp.save + FsspecWriter"),
+        "load_vs_fsspec_reader": _worst(servers, "load", "dcp.load + FsspecReader"),
+        "read_amplification_same_world": max(*same, amplification["same_world"]),
+        "read_amplification_reshard": amplification["reshard"],
+    }
+
+
+def _worst(servers: Any, what: str, case: str) -> float | None:
+    found = [
+        statistics.median(server[what][case]) / statistics.median(server[what]["ckptool"])
+        for server in servers
+        if case in server[what]
+    ]
+    return min(found, default=None)
+
+
+def _print(document: Mapping[str, Any]) -> None:
+    num_bytes = document["state_bytes"]
+    for name, server in document["servers"].items():
+        for what in ("save", "load"):
+            rows = [_row(case, seconds, num_bytes) for case, seconds in server[what].items()]
+            print_table(f"{what}, {text_size(num_bytes)} on {name}", rows)
+    steps = document["steps"]
+    rows = [
+        {
+            "steps with": name,
+            "mean ms": f"{1000 * row['mean_s']:.1f}",
+            "slowest ms": f"{1000 * row['slowest_s']:.1f}",
+            "stood still s": f"{row['blocked_s']:.3f}",
+        }
+        for name, row in steps["phases"].items()
+    ]
+    print_table(f"training on {document['device']}", rows)
+    rows = [
+        {"ratio": name, "value": "-" if value is None else f"{value:.3f}"}
+        for name, value in document["ratios"].items()
+    ]
+    print_table("ratios", rows)
+
+
+def _row(case: str, seconds: Sequence[float], num_bytes: int) -> dict[str, str]:
+    middle = statistics.median(seconds)
+    return {
+        "contender": case,
+        "seconds": f"{middle:.2f}",
+        "MiB/s": f"{num_bytes / middle / 2**20:.0f}",
+        "spread": f"{min(seconds):.2f}-{max(seconds):.2f}",
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench_save")
+    parser.add_argument("--quick", action="store_true", help="small state, within a minute")
+    parser.add_argument("--json", metavar="PATH", help="write one JSON document")
+    parser.add_argument("--size", help="bytes of the state, such as 2GiB")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--scratch", help="a folder for what is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
