@@ -124,7 +124,10 @@ def _no_step(run: Store, level: Listing, notes: list[str]) -> CkptoolError:
 def _open(store: Store, level: Listing, *, notes: tuple[str, ...]) -> Checkpoint:
     infos = store.list() if level.folders else level.objects
     objects = {info.key: info for info in infos}
-    forms = read_forms(store, _sizes(infos))
+    try:
+        forms = read_forms(store, _sizes(infos))
+    except (DamagedError, UnsupportedError) as error:
+        raise _placed(error, store.url) from error
     name = store.url.rstrip("/").rsplit("/", 1)[-1]
     step = forms.manifest.step if forms.manifest is not None else None
     return Checkpoint(
@@ -138,6 +141,13 @@ def _open(store: Store, level: Listing, *, notes: tuple[str, ...]) -> Checkpoint
         notes=(*notes, *forms.index.notes),
         payloads=forms.payloads,
     )
+
+
+def _placed(error: CkptoolError, url: str) -> CkptoolError:
+    """The same error, saying in which checkpoint and what to do."""
+    parent = url.rpartition("/")[0]
+    hint = error.hint or f"take a copy of it that is whole, or an older step: ckptool ls {parent}"
+    return type(error)(f"{url}: {error.message}", hint=hint, **{"url": url, **error.facts})
 
 
 def _sizes(objects: Any) -> dict[str, int]:
