@@ -22,7 +22,8 @@ from ckptool.torch.reading import ReadCount, read_needs
 from ckptool.torch.save_commit import CommitOrder, commit_rows
 from ckptool.torch.save_index import RankResult
 from ckptool.torch.save_run import tensor_payload
-from ckptool.torch.shard_file import TensorItem, write_shard_file
+from ckptool.torch.shard_file import write_shard_file
+from ckptool.torch.shard_items import TensorItem
 from ckptool.torch.shares import Offer, assign_shares
 
 __all__ = ["load_as", "save_as"]

@@ -16,7 +16,7 @@ from ckptool.torch.image import Image, plan_image
 from ckptool.torch.save_commit import CommitOrder
 from ckptool.torch.save_plan import Layout, RankSave
 from ckptool.torch.save_run import SaveContext, share_tensor
-from ckptool.torch.shard_file import ShardResult
+from ckptool.torch.shard_items import ShardResult
 from ckptool.torch.shared_memory import SharedMemory
 from ckptool.torch.staging import Stager, Staging
 from ckptool.torch.uploader_client import UploaderClient

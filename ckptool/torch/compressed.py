@@ -15,7 +15,7 @@ from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.model import Item
 
 if TYPE_CHECKING:
-    from ckptool.torch.reading import Need
+    from ckptool.torch.pieces import Need
 
 __all__ = ["decompress", "decompress_value"]
 

@@ -18,15 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -40,10 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ckptool.dtypes import dtype_named
-from ckptool.errors import DamagedError, StorageError, UnsupportedError
-from ckptool.formats.ckpt_index import Payloads
+from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.layout import shard_file_name
-from ckptool.model import Box, Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
+from ckptool.model import Box, Item, TensorEntry, ValueEntry
 from ckptool.storage import open_recipe, open_store
 from ckptool.storage.base import Store
 from ckptool.torch.commit import (
@@ -54,11 +45,13 @@ from ckptool.torch.commit import (
     remove_orphans,
 )
 from ckptool.torch.compressed import decompress_value
-from ckptool.torch.local_state import torch_dtype
+from ckptool.torch.dcp_views import chunk_numbers, index_of, metadata_of
 from ckptool.torch.opening import Opened, open_alone
-from ckptool.torch.reading import Need, ReadCount, read_needs
+from ckptool.torch.pieces import Need
+from ckptool.torch.reading import ReadCount, read_needs
 from ckptool.torch.save_run import tensor_payload
-from ckptool.torch.shard_file import ItemResult, TensorItem, ValueItem, write_shard_file
+from ckptool.torch.shard_file import write_shard_file
+from ckptool.torch.shard_items import ItemResult, TensorItem, ValueItem
 
 __all__ = ["CkptoolReader", "CkptoolWriter"]
 
@@ -148,7 +141,7 @@ class CkptoolWriter(StorageWriter):
             item = ItemResult.from_json(row)
             items[result.index] = (Item(key, item.offset, item.length), item)
             objects[key] = StoredObject(key, num_bytes, crc, verified)
-        index, payloads = _index_of(metadata, items)
+        index, payloads = index_of(metadata, items)
         facts = Commit(
             step=None,
             attempt=self._save_id,
@@ -193,7 +186,7 @@ class CkptoolReader(StorageReader):
         self.count = ReadCount()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _metadata_of(self._open().index, checkpoint_id=self._place.store.url)
+        return metadata_of(self._open().index, checkpoint_id=self._place.store.url)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -209,7 +202,9 @@ class CkptoolReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         opened, store = self._open(), self._place.store
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        rows = {key: _rows(opened.index, key) for key in {t.storage_index.fqn for t in tensors}}
+        rows = {
+            key: chunk_numbers(opened.index, key) for key in {t.storage_index.fqn for t in tensors}
+        }
         targets = [planner.resolve_tensor(item) for item in tensors]
         needs = []
         for item, target in zip(tensors, targets, strict=True):
@@ -263,73 +258,3 @@ def _encode(item: WriteItem, planner: SavePlanner) -> TensorItem | ValueItem:
         raise UnsupportedError(f"{item.index.fqn}: only dense tensors are saved")
     dtype = dtype_named(str(data.dtype).removeprefix("torch."))
     return TensorItem(dtype, tuple(data.shape), tensor_payload(data))
-
-
-def _rows(index: Index, key: str) -> dict[tuple[int, ...], int]:
-    """Offsets of a chunk -> its number."""
-    entry = index.entries[key]
-    assert isinstance(entry, TensorEntry)
-    offsets = entry.chunks.offsets.tolist()
-    sizes = entry.chunks.sizes.prod(axis=1).tolist()
-    order = sorted(range(len(offsets)), key=lambda row: bool(sizes[row]))
-    return {tuple(offsets[row]): row for row in order}
-
-
-def _index_of(
-    metadata: Metadata, items: Mapping[MetadataIndex, tuple[Item, ItemResult]]
-) -> tuple[Index, dict[str, Payloads]]:
-    paths = metadata.planner_data or {}
-    entries: dict[str, Entry] = {}
-    payloads: dict[str, Payloads] = {}
-    for key, row in metadata.state_dict_metadata.items():
-        path = tuple(paths[key]) if key in paths else None
-        if isinstance(row, BytesStorageMetadata):
-            value, _ = items.get(MetadataIndex(key), (None, None))
-            entries[key] = ValueEntry(key, value, path)
-            continue
-        dtype = dtype_named(str(row.properties.dtype).removeprefix("torch."))
-        chunks, facts = [], []
-        for chunk in row.chunks:
-            found = items.get(MetadataIndex(key, chunk.offsets))
-            if found is None:
-                raise StorageError(
-                    f"{key}: no rank stored the chunk at {tuple(chunk.offsets)}",
-                    hint="nothing was committed; every rank must save all that it holds",
-                )
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            chunks.append(Chunk(box, found[0]))
-            facts.append(found[1].described(box.num_elements * dtype.itemsize))
-        payloads[key] = Payloads.of(facts)
-        shape = tuple(row.size)
-        columns = Chunks.of(chunks, num_dims=len(shape))
-        entries[key] = TensorEntry(key, dtype, shape, columns, path)
-    return Index(entries), payloads
-
-
-def _metadata_of(index: Index, *, checkpoint_id: str) -> Metadata:
-    """torch's own view of an index, for torch's planners."""
-    listed: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Item] = {}
-    paths: dict[str, Any] = {}
-    for key, entry in index.entries.items():
-        if entry.path is not None:
-            paths[key] = entry.path
-        if isinstance(entry, ValueEntry):
-            listed[key] = BytesStorageMetadata()
-            if entry.item is not None:
-                stored[MetadataIndex(key)] = entry.item
-            continue
-        chunks = []
-        for chunk in entry.chunks:
-            offsets = torch.Size(chunk.box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
-            if chunk.item is not None:
-                stored[MetadataIndex(key, offsets)] = chunk.item
-        properties = TensorProperties(dtype=torch_dtype(entry.dtype))
-        listed[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-    return Metadata(
-        listed,
-        planner_data=paths or None,
-        storage_data=stored,
-        storage_meta=StorageMeta(checkpoint_id=checkpoint_id),
-    )

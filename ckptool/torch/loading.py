@@ -21,7 +21,8 @@ from ckptool.torch.group import Group
 from ckptool.torch.load_plan import LoadPlan, Transfer, plan_load
 from ckptool.torch.local_state import LocalShard, LocalState, local_bytes
 from ckptool.torch.opening import Opened
-from ckptool.torch.reading import Need, ReadCount, read_needs
+from ckptool.torch.pieces import Need
+from ckptool.torch.reading import ReadCount, read_needs
 from ckptool.torch.shares import Offer
 
 __all__ = ["Wanted", "choose_entries", "load_entries", "needs_of"]

@@ -8,52 +8,28 @@ them. Edges of a block that were not wanted are read too where that costs little
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ckptool.dtypes import DType
 from ckptool.errors import DamagedError
 from ckptool.formats.crc import crc32, crc32_join
-from ckptool.model import Box, Extent, Item
-from ckptool.planning.boxes import flat_offset
+from ckptool.model import Extent, Item
 from ckptool.planning.reads import coalesce
 from ckptool.storage.base import Store
 from ckptool.torch.compressed import decompress
 from ckptool.torch.local_state import memory_of, torch_dtype
+from ckptool.torch.pieces import PIECE_BYTES, Need, Piece, cut_pieces
 from ckptool.torch.places import Place, parse_item, probe_places
 
-__all__ = ["Need", "ReadCount", "read_needs"]
+__all__ = ["ReadCount", "read_needs"]
 
-_PIECE_BYTES = 16 << 20
 _MAX_GAP = 4096
 _SMALL_ITEM = 1 << 20
-_MAX_WIDENING = 1 / 20
-
-
-@dataclass(frozen=True)
-class Need:
-    """A box of a stored chunk, and the tensor of the box's sizes that it goes into.
-
-    ``sizes`` are the chunk's, ``box`` counts inside the chunk. ``place`` is None where the
-    item must say.
-    """
-
-    key: str
-    dtype: DType
-    item: Item
-    sizes: tuple[int, ...]
-    box: Box
-    target: torch.Tensor
-    place: Place | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.num_elements * self.dtype.itemsize
 
 
 @dataclass
@@ -72,29 +48,6 @@ class ReadCount:
         )
 
 
-@dataclass
-class _Piece:
-    """One range of a file and what it is for: bytes ``[start, end)`` of a need's payload.
-
-    ``rows`` is None for a run of bytes that lands at ``target_start``; else the rows of the
-    chunk that the range holds.
-    """
-
-    need: Need
-    place: Place
-    start: int
-    end: int
-    run: tuple[int, int] | None
-    target_start: int = 0
-    rows: tuple[int, int] | None = None
-    sums: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def extent(self) -> Extent:
-        base = self.place.start
-        return Extent(self.need.item.file, base + self.start, base + self.end)
-
-
 def read_needs(store: Store, needs: Sequence[Need], *, num_threads: int = 8) -> ReadCount:
     """Fill every need's target; raises DamagedError where a checksum does not match."""
     needs = [need for need in needs if need.box.num_elements]
@@ -103,9 +56,9 @@ def read_needs(store: Store, needs: Sequence[Need], *, num_threads: int = 8) -> 
     rest = [n for n in needs if not (n.item.transforms or (n.place is None and _is_small(n)))]
     places, fetched = _places(store, rest)
     count.fetched += fetched
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for need, place in zip(rest, places, strict=True):
-        pieces += _pieces(need, place)
+        pieces += cut_pieces(need, place)
     reader = _Reader(store, count)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ckptool-read") as pool:
         jobs = [pool.submit(reader.read_group, group) for group in _groups(pieces)]
@@ -133,80 +86,15 @@ def _places(store: Store, needs: Sequence[Need]) -> tuple[list[Place], int]:
     return [need.place or probed[need.item] for need in needs], fetched
 
 
-def _pieces(need: Need, place: Place) -> list[_Piece]:
-    if not place.plain:
-        return [_Piece(need, place, 0, place.num_bytes, None, rows=None)]
-    itemsize = need.dtype.itemsize
-    if _is_run(need.box, need.sizes) and need.target.is_contiguous():
-        first = flat_offset(need.sizes, need.box.offsets) * itemsize if need.sizes else 0
-        return _run_pieces(need, place, first, first + need.num_bytes)
-    return _row_pieces(need, place)
-
-
-def _is_run(box: Box, sizes: tuple[int, ...]) -> bool:
-    """Whether the box's elements follow each other in a row-major chunk."""
-    partial = False
-    for size, full in zip(reversed(box.sizes), reversed(sizes), strict=True):
-        if partial and size != 1:
-            return False
-        partial = partial or size != full
-    return True
-
-
-def _run_pieces(need: Need, place: Place, first: int, last: int) -> list[_Piece]:
-    low, high = _widened(place, first, last)
-    pieces = []
-    at = low
-    while at < high:
-        end = min(high, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
-        run = (max(at, first), min(end, last))
-        pieces.append(_Piece(need, place, at, end, run, target_start=run[0] - first))
-        at = end
-    return pieces
-
-
-def _widened(place: Place, first: int, last: int) -> tuple[int, int]:
-    """The range grown to whole blocks, edge by edge, where that costs little."""
-    block = place.block_num_bytes
-    if not block:
-        return first, last
-    spare = int((last - first) * _MAX_WIDENING)
-    low = first // block * block
-    if first - low > spare:
-        low = first
-    spare -= first - low
-    high = min(-(-last // block) * block, place.num_bytes)
-    return low, high if high - last <= spare else last
-
-
-def _row_pieces(need: Need, place: Place) -> list[_Piece]:
-    """Whole rows of the chunk's first dim, as many at a time as fit a piece."""
-    rows, width = need.sizes[0], math.prod(need.sizes[1:]) * need.dtype.itemsize
-    step = max(1, _PIECE_BYTES // max(width, 1))
-    first, last = need.box.offsets[0], need.box.ends[0]
-    assert last <= rows
-    return [
-        _Piece(
-            need,
-            place,
-            row * width,
-            min(row + step, last) * width,
-            None,
-            rows=(row, min(row + step, last)),
-        )
-        for row in range(first, last, step)
-    ]
-
-
-def _groups(pieces: Sequence[_Piece]) -> list[tuple[Extent, list[_Piece]]]:
+def _groups(pieces: Sequence[Piece]) -> list[tuple[Extent, list[Piece]]]:
     extents = [piece.extent for piece in pieces]
-    grouped = coalesce(extents, max_gap=_MAX_GAP, max_bytes=_PIECE_BYTES)
+    grouped = coalesce(extents, max_gap=_MAX_GAP, max_bytes=PIECE_BYTES)
     return [(extent, [pieces[i] for i in members]) for extent, members in grouped]
 
 
 def _item_groups(needs: Sequence[Need]) -> list[tuple[Extent, list[Need]]]:
     extents = [Extent(n.item.file, n.item.offset, n.item.end) for n in needs]
-    grouped = coalesce(extents, max_gap=_MAX_GAP, max_bytes=_PIECE_BYTES)
+    grouped = coalesce(extents, max_gap=_MAX_GAP, max_bytes=PIECE_BYTES)
     return [(extent, [needs[i] for i in members]) for extent, members in grouped]
 
 
@@ -218,7 +106,7 @@ class _Reader:
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def read_group(self, group: tuple[Extent, list[_Piece]]) -> None:
+    def read_group(self, group: tuple[Extent, list[Piece]]) -> None:
         extent, pieces = group
         direct = _direct_memory(pieces[0]) if len(pieces) == 1 else None
         if direct is not None:
@@ -258,7 +146,7 @@ class _Reader:
             self._count.fetched += extent.num_bytes
             self._count.unverified += unverified
 
-    def _note_sums(self, piece: _Piece, data: memoryview) -> None:
+    def _note_sums(self, piece: Piece, data: memoryview) -> None:
         """Check whole blocks, and keep the CRCs of the others for the whole payload's."""
         place, block = piece.place, piece.place.block_num_bytes
         at = piece.start
@@ -280,19 +168,19 @@ class _Reader:
         name = "pinned" if pinned else "plain"
         buffer: torch.Tensor | None = getattr(self._local, name, None)
         if buffer is None or buffer.numel() < num_bytes:
-            size = max(num_bytes, _PIECE_BYTES)
+            size = max(num_bytes, PIECE_BYTES)
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             setattr(self._local, name, buffer)
         return buffer[:num_bytes]
 
 
-def _wanted(piece: _Piece, start: int, end: int) -> int:
+def _wanted(piece: Piece, start: int, end: int) -> int:
     if piece.run is None:
         return end - start
     return max(0, min(end, piece.run[1]) - max(start, piece.run[0]))
 
 
-def _direct_memory(piece: _Piece) -> memoryview | None:
+def _direct_memory(piece: Piece) -> memoryview | None:
     """The target's own memory, where the range is exactly what lands there."""
     target = piece.need.target
     if piece.run != (piece.start, piece.end) or target.is_cuda:
@@ -302,7 +190,7 @@ def _direct_memory(piece: _Piece) -> memoryview | None:
     return memory_of(flat)[start : start + piece.end - piece.start]
 
 
-def _land(piece: _Piece, data: torch.Tensor) -> None:
+def _land(piece: Piece, data: torch.Tensor) -> None:
     need = piece.need
     if piece.run is not None:
         flat = need.target.detach().reshape(-1).view(torch.uint8)
@@ -336,9 +224,9 @@ def _typed(data: torch.Tensor, dtype: DType) -> torch.Tensor:
     return data.view(torch_dtype(dtype))
 
 
-def _check_whole_payloads(store: Store, pieces: Sequence[_Piece], count: ReadCount) -> None:
+def _check_whole_payloads(store: Store, pieces: Sequence[Piece], count: ReadCount) -> None:
     """Payloads without block CRCs: whole ones against their own, else not verified."""
-    by_need: dict[int, list[_Piece]] = {}
+    by_need: dict[int, list[Piece]] = {}
     for piece in pieces:
         if not piece.place.block_num_bytes:
             by_need.setdefault(id(piece.need), []).append(piece)

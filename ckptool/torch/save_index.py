@@ -10,7 +10,7 @@ from ckptool.errors import UsageError
 from ckptool.formats.ckpt_index import Payload, Payloads
 from ckptool.model import Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
 from ckptool.torch.commit import StoredObject
-from ckptool.torch.shard_file import ShardResult
+from ckptool.torch.shard_items import ShardResult
 from ckptool.torch.shares import Offer, Share
 
 __all__ = ["RankResult", "build_index", "stored_objects"]

@@ -24,7 +24,8 @@ from ckptool.torch.retention import Retention
 from ckptool.torch.save_commit import CommitOrder, commit_rows
 from ckptool.torch.save_index import RankResult
 from ckptool.torch.save_plan import RankSave
-from ckptool.torch.shard_file import Payload, ShardResult, TensorItem, ValueItem, write_shard_file
+from ckptool.torch.shard_file import write_shard_file
+from ckptool.torch.shard_items import Payload, ShardResult, TensorItem, ValueItem
 from ckptool.torch.shares import Share
 
 __all__ = ["InProcess", "SaveContext", "Worker", "run_save", "share_tensor", "tensor_payload"]

@@ -27,7 +27,8 @@ from ckptool.torch.faults import part_fault
 from ckptool.torch.image import Image, Region
 from ckptool.torch.ranks_json import error_from_json, error_to_json
 from ckptool.torch.save_commit import CommitOrder, commit_rows
-from ckptool.torch.shard_file import Payload, TensorItem, ValueItem, write_shard_file
+from ckptool.torch.shard_file import write_shard_file
+from ckptool.torch.shard_items import Payload, TensorItem, ValueItem
 
 __all__ = ["main"]
 
