@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    from trainer.config import make_config
+    from trainer.config_file import make_config
     from trainer.train import train
 
     os.environ["MASTER_PORT"] = str(job["port"])

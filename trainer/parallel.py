@@ -52,7 +52,7 @@ def build_model(config: Config, model_config: ModelConfig, layout: Layout) -> nn
     reset_buffers(model, device=layout.device)
     if layout.parallel.strategy == "ddp":
         ids = [layout.device] if layout.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids)
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     return model
 
 

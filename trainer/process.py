@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +15,7 @@ from ckptool.errors import UsageError
 from trainer.config import RunConfig
 from trainer.rng import derive_rng
 
-__all__ = ["Pace", "pick_device", "process_group"]
+__all__ = ["Pace", "leave_at_once", "pick_device", "process_group"]
 
 
 @contextmanager
@@ -35,6 +36,13 @@ def process_group(config: RunConfig) -> Iterator[tuple[torch.device, int, int]]:
     # After an exception the peers may be stuck in a collective, and this would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_at_once(code: int) -> None:
+    """End a rank that has peers without waiting for their collectives; else do nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Pace:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from ranks import SIGKILLED, Ended, Ranks, losses
 
-torch = pytest.importorskip("torch")
-
 SMALL = (
     "run.device=cpu",
     "run.process_timeout_s=20",

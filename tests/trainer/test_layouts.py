@@ -9,8 +9,6 @@ import pytest
 from ranks import losses, metric, run_jobs
 from trainer_jobs import LAYOUTS, VARIANTS, config_tree
 
-torch = pytest.importorskip("torch")
-
 CANONICAL = "fsdp2"
 STEP = "step-00000002"
 
