@@ -50,6 +50,8 @@ class Checkpointer:
     save that needs more is made in "sync" mode. ``when_busy``: a save that finds another one in
     flight waits for it ("wait") or is left out ("skip"). ``on_failure``: a failed save is
     raised by the next call ("raise") or logged ("warn"); the last good step is untouched.
+    ``storage_deadline_s`` bounds how long a request that fails is tried again;
+    ``verify_after_write`` reads files back where the store does not check our checksums.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Checkpointer:
         on_failure: str = "raise",
         max_staging_bytes: int | None = None,
         num_threads: int = 8,
+        storage_deadline_s: float = 300.0,
+        verify_after_write: bool = False,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -73,7 +77,8 @@ class Checkpointer:
         self._mode = _one_of("mode", mode, _MODES)
         _one_of("when_busy", when_busy, ("wait", "skip"))
         _one_of("on_failure", on_failure, ("raise", "warn"))
-        self._store = open_store(root, options=storage_options)
+        options = {"ckptool_deadline_s": storage_deadline_s, **(storage_options or {})}
+        self._store = open_store(root, options=options)
         self._group = Group(timeout_s=process_timeout_s)
         self._in_flight = Group(timeout_s=process_timeout_s)
         if self._group.size > 1 and not self._store.capabilities.shared:
@@ -91,6 +96,7 @@ class Checkpointer:
             layout=layout or {},
             retention=Retention(keep_last, keep_every),
             num_threads=num_threads,
+            verify_after_write=verify_after_write,
         )
         self._saver = Saver(
             context,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptool.errors import CkptoolError
+from ckptool.torch.devices import same_device
 from ckptool.torch.reports import SaveReport
 
 __all__ = ["Flight"]
@@ -20,6 +21,7 @@ class Flight:
         self._work, self.report = work, report
         self._started = time.monotonic()
         self._error: CkptoolError | None = None
+        self._enter = same_device()
         self._thread = threading.Thread(target=self._fly, name="ckptool-save", daemon=True)
         self._thread.start()
 
@@ -38,6 +40,7 @@ class Flight:
 
     def _fly(self) -> None:
         try:
+            self._enter()
             self.report = self._work()
         except Exception as error:
             if not isinstance(error, CkptoolError):

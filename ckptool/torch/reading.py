@@ -22,6 +22,7 @@ from ckptool.model import Extent, Item
 from ckptool.planning.reads import coalesce
 from ckptool.storage.base import Store
 from ckptool.torch.compressed import decompress
+from ckptool.torch.devices import same_device
 from ckptool.torch.local_state import memory_of, torch_dtype
 from ckptool.torch.pieces import PIECE_BYTES, Need, Piece, cut_pieces
 from ckptool.torch.places import Place, parse_item, probe_places
@@ -60,7 +61,9 @@ def read_needs(store: Store, needs: Sequence[Need], *, num_threads: int = 8) -> 
     for need, place in zip(rest, places, strict=True):
         pieces += cut_pieces(need, place)
     reader = _Reader(store, count)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ckptool-read") as pool:
+    with ThreadPoolExecutor(
+        num_threads, thread_name_prefix="ckptool-read", initializer=same_device()
+    ) as pool:
         jobs = [pool.submit(reader.read_group, group) for group in _groups(pieces)]
         jobs += [pool.submit(reader.read_items, group) for group in _item_groups(whole)]
         try:

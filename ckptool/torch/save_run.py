@@ -42,6 +42,7 @@ class SaveContext:
     layout: Mapping[str, Any]
     retention: Retention
     num_threads: int = 8
+    verify_after_write: bool = False
 
 
 class Worker(Protocol):
@@ -102,6 +103,7 @@ class InProcess:
             name,
             [*items, *values],
             num_threads=context.num_threads,
+            verify_after_write=context.verify_after_write,
             on_part=on_part,
             should_stop=lambda: context.news.failure(save.attempt),
         )

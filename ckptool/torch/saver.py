@@ -15,6 +15,7 @@ from typing import Any
 from ckptool.errors import CkptoolError, OverBudgetError
 from ckptool.layout import step_name
 from ckptool.torch.beside import Beside
+from ckptool.torch.devices import settle
 from ckptool.torch.flight import Flight
 from ckptool.torch.group import Group
 from ckptool.torch.local_state import flatten
@@ -47,6 +48,7 @@ class Saver:
         self._stager = Stager()
         self._beside: Beside | None = None
         self._flight: Flight | None = None
+        self._last: SaveReport | None = None
         self._finished: list[SaveReport] = []
 
     def save(
@@ -62,27 +64,22 @@ class Saver:
         started = time.monotonic()
         url = self._context.run.url_of(step_name(step))
         report = SaveReport(step, url, False, 0, 0.0, 0.0, mode)
-        if deadline_s is not None and self._flight is not None and self._flight.report.step == step:
-            return self._until(started, deadline_s, report)  # it is on its way already
+        if deadline_s is not None and (known := self._known(step)) is not None:
+            return known if isinstance(known, SaveReport) else self._until(started, deadline_s)
         if not self._make_way(report, deadline_s):
             return replace(report, skipped=True, blocked_s=time.monotonic() - started)
         plan = self._planner.plan(step, flatten(state), flatten(rank_state))
         if mode == "async":
             mode = self._prepare(plan)
-        if mode == "sync" and deadline_s is None:
-            self._launch(plan, report, None, started)
-            assert self._flight is not None
-            self._flight.wait()
-            final = self._land()
-            self._finished.remove(final)  # returned here
-            return replace(final, mode="sync", blocked_s=time.monotonic() - started)
         staging = None
         if mode == "async":
             assert self._beside is not None
             staging = self._beside.stage(plan, overlap=deadline_s is None)
+        else:
+            settle()  # the thread that saves reads what this one computes
         self._launch(plan, replace(report, mode=mode), staging, started)
-        if deadline_s is not None:
-            return self._until(started, deadline_s, report)
+        if mode == "sync" or deadline_s is not None:
+            return self._until(started, deadline_s)
         assert self._flight is not None
         return self._flight.report
 
@@ -187,22 +184,30 @@ class Saver:
         blocked_s = time.monotonic() - started
         self._flight = Flight(work, replace(report, blocked_s=blocked_s, seconds=blocked_s))
 
-    def _until(self, started: float, deadline_s: float, report: SaveReport) -> SaveReport:
-        """The save in flight, given until the deadline; uncommitted if it does not make it."""
+    def _known(self, step: int) -> Flight | SaveReport | None:
+        """The save of ``step`` that is in flight, or is the last one committed."""
+        if self._flight is not None and self._flight.report.step == step:
+            return self._flight
+        last = self._last
+        return last if last is not None and last.step == step and last.committed else None
+
+    def _until(self, started: float, deadline_s: float | None) -> SaveReport:
+        """The save in flight once it ended; at the deadline as it is then, uncommitted."""
         assert self._flight is not None
-        if not self._flight.wait(max(0.0, started + deadline_s - time.monotonic())):
+        left = None if deadline_s is None else max(0.0, started + deadline_s - time.monotonic())
+        if not self._flight.wait(left):
             blocked_s = time.monotonic() - started
             error = f"the save did not finish within {deadline_s:g} s"
             return replace(self._flight.report, error=error, blocked_s=blocked_s, seconds=blocked_s)
-        final = self._land()
-        self._finished.remove(final)  # returned here
-        return replace(final, blocked_s=time.monotonic() - started)
+        report = self._land()
+        self._finished.remove(report)  # returned here
+        return replace(report, blocked_s=time.monotonic() - started)
 
     def _land(self) -> SaveReport:
         """Take the outcome of the save that ended."""
         assert self._flight is not None
         report, error = self._flight.outcome()
-        self._flight = None
+        self._flight, self._last = None, report
         self._finished.append(report)
         if error is not None:
             if self._raise:

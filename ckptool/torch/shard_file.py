@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from ckptool.errors import CkptoolError, StorageError
-from ckptool.formats.crc import crc32_join
+from ckptool.formats.crc import crc32, crc32_join
 from ckptool.planning.parts import Bounds, choose_part_bytes
 from ckptool.storage.base import Assembly, ObjectInfo, PartReceipt, Store
 from ckptool.torch.shard_items import (
@@ -21,6 +21,7 @@ from ckptool.torch.shard_items import (
 __all__ = ["OnPart", "write_shard_file"]
 
 OnPart = Callable[[int, bool], None]
+_READ_BYTES = 16 << 20
 
 
 def write_shard_file(
@@ -30,6 +31,7 @@ def write_shard_file(
     *,
     image: memoryview | None = None,
     num_threads: int = 8,
+    verify_after_write: bool = False,
     on_open: Callable[[str], None] = lambda token: None,
     on_part: OnPart = lambda number, is_last: None,
     should_stop: Callable[[], CkptoolError | None] = lambda: None,
@@ -39,7 +41,8 @@ def write_shard_file(
     ``image``, writable, already holds every payload at its place in the file: heads and tails
     are then written into it and parts are uploaded from it without a copy. ``on_open`` learns
     an assembly's token before its first part; ``on_part`` gets each part's number before it is
-    sent, and whether it is the last;
+    sent, and whether it is the last; ``verify_after_write`` reads the file back where the store
+    did not check our checksums;
     ``should_stop`` is asked between parts, and its error raised. On any failure the upload is
     aborted and the error raised.
     """
@@ -59,7 +62,23 @@ def write_shard_file(
             f"{store.url_of(key)} has {info.num_bytes} bytes, {num_bytes} were sent",
             hint="save again; look for another program that writes there",
         )
-    return ShardResult(key, num_bytes, crc32_join(cutter.crcs), verified, tuple(cutter.results))
+    whole = crc32_join(cutter.crcs)
+    if verify_after_write and verified != "checksum":
+        _read_back(store, key, num_bytes, whole)
+        verified = "checksum"
+    return ShardResult(key, num_bytes, whole, verified, tuple(cutter.results))
+
+
+def _read_back(store: Store, key: str, num_bytes: int, wanted: int) -> None:
+    found = 0
+    for start in range(0, num_bytes, _READ_BYTES):
+        end = min(start + _READ_BYTES, num_bytes)
+        found = crc32(store.read(key, start=start, end=end), found)
+    if found != wanted:
+        raise StorageError(
+            f"{store.url_of(key)} reads back with CRC-32 {found:#010x}, {wanted:#010x} was sent",
+            hint="nothing was committed; the storage or the way to it alters bytes",
+        )
 
 
 def _put_whole(

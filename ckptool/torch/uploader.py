@@ -115,6 +115,7 @@ class _Uploader:
                 [*tensors, *_values(message)],
                 image=image,
                 num_threads=self._threads,
+                verify_after_write=facts["verify_after_write"],
                 on_open=on_open,
                 on_part=on_part,
                 should_stop=lambda: self._why_stop(attempt),

@@ -75,6 +75,14 @@ def whole(value: Any) -> Any:
     return value
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of a nested state."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two whole states hold the same bits."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

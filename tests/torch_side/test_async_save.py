@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +181,37 @@ def test_the_next_start_aborts_what_a_dead_one_left(tmp_path: Path) -> None:
     assert open_store(tmp_path).list_uploads()
     Checkpointer(str(tmp_path)).close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 50 MiB; needs the right to mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_full_disk_fails_the_save_and_nothing_else(small_disk: Path, mode: str) -> None:
+    """The error says that there is no space; the last step stands; the rest is cleared away."""
+    state = {"w": torch.ones(2500, 3000)}
+    with Checkpointer(str(small_disk), mode=mode, on_failure="warn") as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        report = checkpointer.save(2, state)
+        checkpointer.wait()
+        report = checkpointer.finished()[-1] if mode == "async" else report
+        assert not report.committed
+        assert "space" in str(report.error).lower()
+        assert checkpointer.latest() == 1
+        found = {"w": torch.zeros(2500, 3000)}
+        checkpointer.load(found)
+        assert torch.equal(found["w"], state["w"])
+    assert not open_store(small_disk).list_uploads()
 
 
 def test_a_save_over_its_staging_budget_blocks(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def worker(rank: int, num_ranks: int, *, root: str, stock: str, mode: str) -> di
         again = checkpointer.load(target)
         wanted = states.state(num_ranks, seed=4)
         facts["hsdp"] = states.same(states.whole(target), states.whole(wanted))
+        target = states.state(num_ranks, hsdp=True)
+        replicated = checkpointer.load(target)
+        facts["into replicas"] = states.same(states.whole(target), states.whole(wanted))
+        size = sum(t.nbytes for t in states.tensors(wanted))
+        facts["read once"] = [replicated.needed_bytes / size, replicated.fetched_bytes / size]
         facts["errors"] = _errors(checkpointer, rank, num_ranks)
         facts["amplification"] = again.amplification
     return facts
@@ -135,6 +140,15 @@ def test_a_load_names_the_rank_keys_that_are_missing(saved: Any) -> None:
     for rank, facts in enumerate(saved[1]):
         assert facts["missing"] == [f"rng.{rank + 100}.cpu"]
         assert facts["report"][:2] == [3, []]
+
+
+def test_replicas_are_read_once(saved: Any) -> None:
+    """On a replicated mesh each byte is fetched by one rank of those that need it."""
+    for facts in saved[1]:
+        assert facts["into replicas"]
+        needed, fetched = facts["read once"]
+        assert needed < 1.05  # the values count too
+        assert fetched < 1.15  # framing between small items is read along
 
 
 def test_retention_keeps_the_newest(saved: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recording_store import RecordingStore
 
 from ckptool.dtypes import dtype_named
 from ckptool.errors import StorageError
@@ -78,6 +79,24 @@ def test_blocks_have_their_own_checksums(tmp_path: Path) -> None:
     blocks = [crc32(raw[at : at + (4 << 20)]) for at in range(0, len(raw), 4 << 20)]
     assert list(result.items[0].block_crc32s) == blocks
     assert result.crc32 == crc32((tmp_path / "__0_0.distcp").read_bytes())
+
+
+def test_a_file_that_reads_back_altered_fails(tmp_path: Path) -> None:
+    """verify_after_write compares what the store gives back with what was sent."""
+
+    class Altering(RecordingStore):
+        def put(self, key: str, data: Any, *, if_absent: bool = False) -> Any:
+            altered = bytearray(data)
+            altered[len(altered) // 2] ^= 8
+            return super().put(key, bytes(altered), if_absent=if_absent)
+
+    _, items = _items([(30, 40)])
+    store = Altering(open_store(tmp_path))
+    with pytest.raises(StorageError, match="reads back"):
+        write_shard_file(store, "__0_0.distcp", items, verify_after_write=True)
+    plain = open_store(tmp_path / "plain")
+    result = write_shard_file(plain, "__0_0.distcp", items, verify_after_write=True)
+    assert result.verified == "checksum"
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
