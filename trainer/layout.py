@@ -15,8 +15,8 @@ __all__ = ["Layout", "build_mesh", "resolve_parallel"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands. ``mesh`` is None in a single process; its axes, outermost first,
-    are those of ``dp_replicate``, ``dp_shard`` and ``tp`` that are longer than 1."""
+    """Where this rank stands. ``mesh`` is None for ddp and single; its axes, outermost first,
+    are ``dp_shard`` and, where they are in use, ``dp_replicate`` before it and ``tp`` after."""
 
     parallel: ParallelConfig
     device: torch.device
@@ -81,23 +81,24 @@ def resolve_parallel(
             hint="leave parallel.dp_shard at 0 to take the ranks that are left",
         )
     _check_tensor_parallel(parallel.tp, model)
+    parallel = replace(parallel, dp_shard=dp_shard)
     _check_fsdp1(parallel)
-    return replace(parallel, dp_shard=dp_shard)
+    return parallel
 
 
 def build_mesh(parallel: ParallelConfig, *, device: torch.device) -> DeviceMesh | None:
-    """The mesh of resolved axes; collective, since it makes process groups."""
-    if parallel.strategy == "single":
+    """The mesh of resolved axes; collective, since it makes process groups.
+
+    ``dp_shard`` is always there, so that a mesh of replicas alone is not taken for a sharded one.
+    """
+    if parallel.strategy in ("ddp", "single"):
         return None
-    sizes = {
-        "dp_replicate": parallel.dp_replicate,
-        "dp_shard": parallel.dp_shard,
-        "tp": parallel.tp,
-    }
-    kept = {name: size for name, size in sizes.items() if size > 1}
-    if not set(kept) - {"tp"}:
-        kept = {"dp_shard": 1, **kept}
-    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    axes = {"dp_shard": parallel.dp_shard}
+    if parallel.dp_replicate > 1 or parallel.fsdp1_sharding == "HYBRID_SHARD":
+        axes = {"dp_replicate": parallel.dp_replicate, **axes}
+    if parallel.tp > 1:
+        axes["tp"] = parallel.tp
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _refuse_axes(parallel: ParallelConfig, what: str) -> None:
@@ -118,8 +119,14 @@ def _check_fsdp1(parallel: ParallelConfig) -> None:
     if parallel.strategy != "fsdp1":
         return
     hybrid = parallel.fsdp1_sharding == "HYBRID_SHARD"
-    if hybrid != (parallel.dp_replicate > 1):
+    if parallel.dp_replicate > 1 and not hybrid:
         raise UsageError(
-            "FSDP1's HYBRID_SHARD and parallel.dp_replicate > 1 go together",
-            hint="set both, or neither",
+            f"FSDP1 with parallel.dp_replicate = {parallel.dp_replicate} needs HYBRID_SHARD",
+            hint="set parallel.fsdp1_sharding to HYBRID_SHARD",
+        )
+    if hybrid and parallel.dp_shard == 1:
+        # torch turns this into NO_SHARD within one rank, and never reduces between the replicas.
+        raise UsageError(
+            "FSDP1's HYBRID_SHARD with one rank to shard over would not reduce gradients",
+            hint="use ddp, or leave parallel.dp_shard ranks to shard over",
         )

@@ -9,6 +9,7 @@ crash the same signal as a preemption, and then somebody does not come.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ __all__ = ["AGREE_TIMEOUT_S", "SAVE_TIMEOUT_S", "Preemption", "open_job_store"]
 
 AGREE_TIMEOUT_S = 5.0
 SAVE_TIMEOUT_S = 25.0
+_OPENED = itertools.count()  # a second run in the same processes must not meet the first's keys
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -97,7 +99,8 @@ def open_job_store(world_size: int) -> Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=AGREE_TIMEOUT_S),
     )
-    return PrefixStore(f"trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"trainer/{restart}/{next(_OPENED)}", store)
 
 
 def _longest(answers: Sequence[Sequence[str]]) -> float:

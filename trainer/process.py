@@ -20,22 +20,34 @@ __all__ = ["Pace", "leave_at_once", "pick_device", "process_group"]
 
 @contextmanager
 def process_group(config: RunConfig) -> Iterator[tuple[torch.device, int, int]]:
-    """Device, rank and world size; the training's process group is there meanwhile."""
+    """Device, rank and world size; the training's process group is there meanwhile.
+
+    One that the caller made already is used, and left.
+    """
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        _make_deterministic()
     device = pick_device(config.device)
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size > 1:
+    mine = world_size > 1 and not dist.is_initialized()
+    if mine:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.process_timeout_s))
     derive_rng(seed=config.seed, rank=rank, step=0)
     yield device, rank, world_size
     # After an exception the peers may be stuck in a collective, and this would wait for them.
-    if dist.is_initialized():
+    if mine:
         dist.destroy_process_group()
+
+
+def _make_deterministic() -> None:
+    """Equal inputs, equal bits on one kind of GPU; of the attention kernels, flash's and the
+    plain one can."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def leave_at_once(code: int) -> None:

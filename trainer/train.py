@@ -137,7 +137,7 @@ def _prepare(
     check_optimizer(model, optimizer)
     resumed = config.run.resume and _resume(run)
     if config.checkpoint.import_full and not resumed:
-        import_full(model, config.checkpoint.import_full)
+        import_full(model, config.checkpoint.import_full, device=device)
     check_same_start(model, data.samples(), layout)
     if layout.is_main:
         log.info("%s; %d parameters", layout.describe(), model_config.num_parameters)

@@ -189,7 +189,12 @@ def test_axes_that_do_not_fit_are_refused() -> None:
         (ParallelConfig(strategy="single"), 2, "was started on 2 ranks"),
         (ParallelConfig(strategy="ddp", tp=2), 2, "does not fit ddp"),
         (ParallelConfig(tp=2), 1, "does not fit one process"),
-        (ParallelConfig(strategy="fsdp1", dp_replicate=2), 4, "go together"),
+        (ParallelConfig(strategy="fsdp1", dp_replicate=2), 4, "needs HYBRID_SHARD"),
+        (
+            ParallelConfig(strategy="fsdp1", dp_replicate=4, fsdp1_sharding="HYBRID_SHARD"),
+            4,
+            "would not reduce gradients",
+        ),
     ):
         with pytest.raises(UsageError, match=words):
             resolve_parallel(parallel, world_size=world_size, model=model)
