@@ -16,6 +16,7 @@ __all__ = [
     "METADATA_NAME",
     "is_checkpoint_listing",
     "is_committed",
+    "is_journal_name",
     "is_safe_relative_path",
     "journal_key_for_file",
     "shard_file_name",
@@ -59,6 +60,11 @@ def is_committed(sizes: Mapping[str, int]) -> bool:
 def journal_key_for_file(name: str) -> str:
     """Where the journal of a single output file stands: beside it."""
     return name + JOURNAL_NAME
+
+
+def is_journal_name(name: str) -> bool:
+    """Whether an object belongs to the journal of an interrupted run."""
+    return JOURNAL_NAME in name
 
 
 def is_safe_relative_path(path: str) -> bool:

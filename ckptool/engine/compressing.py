@@ -18,6 +18,7 @@ from ckptool.engine.sinks import Writing
 from ckptool.engine.tasks import Target
 from ckptool.formats.crc import crc32
 from ckptool.model import Item
+from ckptool.planning.copies import PartGroup
 from ckptool.planning.parts import Step
 from ckptool.planning.plan import Output
 from ckptool.storage.base import ObjectInfo, PartReceipt, Store
@@ -54,7 +55,7 @@ class Compressing(Writing):
     def in_order(self) -> bool:
         return True
 
-    def open(self, index: int) -> None:
+    def open(self, index: int, *, groups: Sequence[PartGroup] = ()) -> None:
         self._streams[index] = self._dest.open_stream(self._outputs[index].key)
         self._receipts[index] = []
 

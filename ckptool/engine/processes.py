@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -40,6 +41,8 @@ class Processes:
 
     def close(self) -> None:
         for child in self._children:
+            child.tell_to_end()
+        for child in self._children:
             child.stop()
 
 
@@ -52,7 +55,12 @@ class _Child:
         self._process = context.Process(
             target=_serve, args=(theirs, recipe, num_threads), daemon=True
         )
-        self._process.start()
+        # blocked and not ignored: the parent still gets its Ctrl-C, and the child never does
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._open: dict[int, Future[StepResult]] = {}
         self._numbers = itertools.count()
@@ -80,9 +88,12 @@ class _Child:
             self._fail_open()
         return future
 
-    def stop(self) -> None:
+    def tell_to_end(self) -> None:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
+
+    def stop(self) -> None:
+        """Wait for what it is doing, and end it where that takes too long."""
         self._process.join(30)
         if self._process.is_alive():
             self._process.kill()
@@ -120,7 +131,11 @@ class _Child:
 
 
 def _serve(pipe: Connection, recipe: WorkerRecipe, num_threads: int) -> None:
-    """The child's life: take tasks, run them on threads, send what came of them."""
+    """The child's life: take tasks, run them on threads, send what came of them.
+
+    A Ctrl-C goes to the whole group; the parent decides, and its end closes the pipe.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = build_worker(recipe)
     lock = threading.Lock()
 
@@ -140,7 +155,7 @@ def _serve(pipe: Connection, recipe: WorkerRecipe, num_threads: int) -> None:
         while True:
             try:
                 order = pipe.recv()
-            except (EOFError, OSError, KeyboardInterrupt):
+            except (EOFError, OSError):
                 break
             if order is None:
                 break

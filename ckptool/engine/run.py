@@ -6,55 +6,30 @@ raises; what was not proved by then is read again for its CRC alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from ckptool.engine.cast import CastCount
+from ckptool.engine.cutting import Cut, choose_size, cuts_of, groups_of, memory_of
 from ckptool.engine.executors import Executor, Threads, WorkerRecipe, open_executor
+from ckptool.engine.how import How
 from ckptool.engine.journal import Journal
 from ckptool.engine.ledger import Ledger, Piece, join_crcs
 from ckptool.engine.normal import Normaliser
 from ckptool.engine.sinks import Writing
 from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTask
 from ckptool.engine.worker import StepResult, Worker
-from ckptool.errors import OverBudgetError
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
-from ckptool.planning.copies import cut_for_copies
-from ckptool.planning.parts import Bounds, Step, choose_part_bytes, cut_output
-from ckptool.planning.plan import Check, Output, Payload, Place, Plan
+from ckptool.planning.parts import Step
+from ckptool.planning.plan import Check, Output, Payload, Plan
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
 __all__ = ["How", "RunReport", "run_plan"]
 
 PROVE_BYTES = 4 << 20
-REMOTE_JOBS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """How a plan is run: buffers of ``max_memory`` bytes at most, ``jobs`` steps at once.
-
-    ``executor`` is "threads", "processes" or "dask:ADDRESS". ``server_copy``: ranges are copied
-    by the store itself. ``trust_server`` waives reading what it copied without a CRC-32.
-    """
-
-    max_memory: int = 1 << 30
-    jobs: int | None = None
-    executor: str = "threads"
-    server_copy: bool = False
-    trust_server: bool = False
-    forward_credentials: bool = False
-
-    def num_jobs(self, *stores: Store) -> int:
-        """What ``--jobs`` says, or what suits the stores."""
-        if self.jobs is not None:
-            return self.jobs
-        remote = any(s.capabilities.server_copy or not s.capabilities.assembly for s in stores)
-        return REMOTE_JOBS if remote else min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclass
@@ -111,20 +86,13 @@ def run_plan(
             num_jobs=num_jobs,
             forward_credentials=how.forward_credentials,
         )
+    run = _Run(plan, dest, writing, how, executor, journal, progress)
     try:
-        run = _Run(plan, dest, writing, how, executor, journal, progress)
         return run.run(streams)
     finally:
         executor.close()
         normaliser.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A step as it was cut, and whether the server copies it."""
-
-    step: Step
-    copied: bool
+        run.salvage()
 
 
 class _Run:
@@ -145,8 +113,8 @@ class _Run:
         self._report = RunReport()
         self._sums: dict[tuple[int, int], list[Piece]] = {}
         self._crcs: dict[int, list[Piece]] = {}
-        self._active: dict[Future[StepResult], _Cut] = {}
-        self._held: list[_Cut] = []
+        self._active: dict[Future[StepResult], Cut] = {}
+        self._held: list[Cut] = []
         self._in_flight_bytes = 0
 
     def run(self, streams: Sequence[Payload]) -> RunReport:
@@ -159,6 +127,13 @@ class _Run:
         self._report.trusted = self._ledger.trusted
         self._report.objects = self._objects()
         return self._report
+
+    def salvage(self) -> None:
+        """After a failure, record the parts that were finished all the same."""
+        for future, cut in self._active.items():
+            done = future.done() and not future.cancelled() and future.exception() is None
+            if done and self._journal is not None:
+                self._journal.finished(cut.step, future.result())
 
     def _do_steps(self) -> None:
         num_jobs = self._executor.num_jobs
@@ -180,52 +155,31 @@ class _Run:
             else:
                 self._wait()
 
-    def _cuts(self) -> Iterator[_Cut]:
+    def _cuts(self) -> Iterator[Cut]:
         for index, output in enumerate(self._plan.outputs):
-            part_bytes = self._part_bytes(output)
-            if self._journal is not None:
-                part_bytes = self._journal.begin(index, output, part_bytes, self._writing)
-            else:
-                self._writing.open(index)
-            yield from self._cut(index, output, part_bytes)
+            self._begin(index, output)
+            part_bytes = self._part_bytes(index, output)
+            yield from cuts_of(index, output, self._dest, self._how, part_bytes=part_bytes)
 
-    def _cut(self, index: int, output: Output, part_bytes: int) -> Iterator[_Cut]:
-        bounds = self._bounds()
-        if self._how.server_copy:
-            for step, copied in cut_for_copies(
-                output, index=index, bounds=bounds, part_bytes=part_bytes
-            ):
-                yield _Cut(step, copied)
-            return
-        for step in cut_output(
-            output, index=index, part_bytes=part_bytes, min_bytes=bounds.min_bytes
-        ):
-            yield _Cut(step, False)
+    def _begin(self, index: int, output: Output) -> None:
+        part_bytes = self._part_bytes(index, output)
+        groups = groups_of(output, self._dest, self._how, part_bytes=part_bytes)
+        if self._journal is not None:
+            self._journal.begin(index, output, part_bytes, self._writing, groups=groups)
+        else:
+            self._writing.open(index, groups=groups)
 
-    def _bounds(self) -> Bounds:
-        limits = self._dest.part_limits
-        return Bounds(limits.min_bytes, limits.max_bytes, limits.max_parts)
+    def _part_bytes(self, index: int, output: Output) -> int:
+        earlier = None if self._journal is None else self._journal.part_bytes(index)
+        if earlier is not None:
+            return earlier
+        return choose_size(output, self._dest, self._how, num_jobs=self._executor.num_jobs)
 
-    def _part_bytes(self, output: Output) -> int:
-        room = self._how.max_memory // (4 * self._executor.num_jobs)
-        part_bytes = choose_part_bytes(
-            output.num_bytes,
-            bounds=self._bounds(),
-            preferred=min(self._dest.part_limits.preferred_bytes, room),
-        )
-        if 2 * min(part_bytes, output.num_bytes) > self._how.max_memory:
-            raise OverBudgetError(
-                f"{output.key}: its parts have {part_bytes} bytes, more than --max-memory "
-                f"{self._how.max_memory} leaves room for",
-                hint="give a larger --max-memory, or make smaller files",
-            )
-        return part_bytes
-
-    def _fits(self, cut: _Cut) -> bool:
+    def _fits(self, cut: Cut) -> bool:
         if len(self._active) >= self._executor.num_jobs:
             return False
         room = self._how.max_memory // 2
-        return not self._active or self._in_flight_bytes + _memory(cut) <= room
+        return not self._active or self._in_flight_bytes + memory_of(cut) <= room
 
     def _is_ready(self, step: Step) -> bool:
         """Whether all parts that hold payloads of the step's tails are done."""
@@ -250,25 +204,25 @@ class _Run:
         self._report.num_parts_kept += 1
         return True
 
-    def _submit(self, cut: _Cut) -> None:
+    def _submit(self, cut: Cut) -> None:
         future = self._executor.submit(self._task(cut))
         self._active[future] = cut
-        self._in_flight_bytes += _memory(cut)
+        self._in_flight_bytes += memory_of(cut)
 
-    def _task(self, cut: _Cut) -> Task:
+    def _task(self, cut: Cut) -> Task:
         step = cut.step
         target = self._writing.target(step.output)
+        written = None if self._journal is None else self._journal.listed(step)
         if cut.copied:
             # where a tail needs the CRC, what the server does not tell has to be read
             trust = self._how.trust_server and step.sums[0] is None
-            return CopyTask(step, target, trust)
+            return CopyTask(step, target, trust, written)
         known = tuple(
             (start, self._known(step.output, start, min(end, step.start)))
             for tail in step.tails
             for start, end in tail.payloads
             if start < step.start
         )
-        written = None if self._journal is None else self._journal.listed(step)
         return WriteTask(step, target, known, written)
 
     def _known(self, output: int, start: int, end: int) -> int:
@@ -282,7 +236,7 @@ class _Run:
         done, _ = wait(self._active, return_when=FIRST_COMPLETED)
         for future in done:
             cut = self._active.pop(future)
-            self._in_flight_bytes -= _memory(cut)
+            self._in_flight_bytes -= memory_of(cut)
             result = future.result()
             if self._journal is not None:
                 self._journal.finished(cut.step, result)
@@ -366,15 +320,3 @@ def _whole_crc(pieces: list[Piece], num_bytes: int) -> int | None:
         crc = crc32_combine(crc, piece, end - start) if start else piece
         position = end
     return crc if position == num_bytes else None
-
-
-def _memory(cut: _Cut) -> int:
-    """Bytes that a step holds at once: its part, and what is read beside it."""
-    if cut.copied:
-        return 0
-    extra = sum(
-        (segment.last - segment.first) * max((p.dtype.itemsize for p in segment.pieces), default=0)
-        for segment in cut.step.segments
-        if isinstance(segment, Place)
-    )
-    return 2 * cut.step.num_bytes + 2 * extra

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import cast
 
+from ckptool.engine import grouped
 from ckptool.engine.tasks import Target
+from ckptool.planning.copies import PartGroup
 from ckptool.planning.parts import Step
 from ckptool.planning.plan import Copy, Output
 from ckptool.storage.base import (
@@ -56,21 +58,21 @@ class Writing:
         """Whether the destination takes an object's bytes only in order."""
         return not self._dest.capabilities.assembly
 
-    def open(self, index: int) -> None:
+    def open(self, index: int, *, groups: Sequence[PartGroup] = ()) -> None:
         """Begin output ``index``; called by the coordinator before its first step."""
         output = self._outputs[index]
         if self.in_order:
             self._streams[index] = self._dest.open_stream(output.key)
         else:
-            self._assemblies[index] = self._dest.open_assembly(
-                output.key, num_bytes=output.num_bytes
+            self._assemblies[index] = grouped.begin(
+                self._dest, output.key, num_bytes=output.num_bytes, groups=groups
             )
         self._receipts[index] = []
 
     def attach(self, index: int, token: str) -> Assembly:
         """Take up an output that an earlier run began."""
         output = self._outputs[index]
-        assembly = self._dest.attach_assembly(output.key, token, num_bytes=output.num_bytes)
+        assembly = grouped.attach(self._dest, output.key, token, num_bytes=output.num_bytes)
         self._assemblies[index] = assembly
         self._receipts[index] = []
         return assembly
@@ -155,8 +157,8 @@ class AttachedSink:
     def _assembly(self, target: Target) -> Assembly:
         with self._lock:
             if target.token not in self._attached:
-                self._attached[target.token] = self._dest.attach_assembly(
-                    target.key, target.token, num_bytes=target.num_bytes
+                self._attached[target.token] = grouped.attach(
+                    self._dest, target.key, target.token, num_bytes=target.num_bytes
                 )
             return self._attached[target.token]
 

@@ -40,11 +40,15 @@ class WriteTask:
 
 @dataclass(frozen=True, slots=True)
 class CopyTask:
-    """Let the server copy a step that is one range of a source object."""
+    """Let the server copy a step that is one range of a source object.
+
+    ``written`` is the receipt of the part where an earlier run had it copied already.
+    """
 
     step: Step
     target: Target
     trust_server: bool
+    written: PartReceipt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,13 @@ class Worker:
         step = task.step
         (copy,) = step.segments
         assert isinstance(copy, Copy)
-        receipt = self._sink.copy_part(task.target, step, self._source.url_of(copy.extent.key))
+        receipt = task.written
+        if receipt is None:
+            url = self._source.url_of(copy.extent.key)
+            receipt = self._sink.copy_part(task.target, step, url)
         result = StepResult(step.output, step.number, None, receipt, step.start)
-        result.num_bytes_copied = step.num_bytes
+        result.was_there = task.written is not None
+        result.num_bytes_copied = 0 if result.was_there else step.num_bytes
         crc = receipt.checksum
         if crc is None and not task.trust_server:
             crc = self._crc_of(copy.extent)

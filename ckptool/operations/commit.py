@@ -13,7 +13,9 @@ from ckptool.layout import MANIFEST_NAME, METADATA_NAME
 from ckptool.manifest import Manifest, ObjectFacts, write_manifest
 from ckptool.storage.base import Store
 
-__all__ = ["commit_checkpoint", "refuse_unless_empty"]
+__all__ = ["COMMIT_KEYS", "commit_checkpoint", "refuse_unless_empty"]
+
+COMMIT_KEYS = (METADATA_NAME, MANIFEST_NAME)  # last written, first taken away
 
 
 def refuse_unless_empty(dest: Store, *, what: str = "destination") -> None:

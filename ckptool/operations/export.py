@@ -164,6 +164,7 @@ def export(
             checkpoint.url,
             request,
             plan_digest(plan, server_copy=how.server_copy),
+            commits=() if layout.index_name is None else (layout.index_name,),
         )
         job = Transfer(plan, checkpoint.store, dest, how, form.journal_key, header, resume)
         report = _write(job, layout, progress)

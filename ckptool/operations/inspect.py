@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptool.layout import INDEX_NAME, JOURNAL_NAME, MANIFEST_NAME
+from ckptool.layout import INDEX_NAME, MANIFEST_NAME, is_journal_name
 from ckptool.manifest import Manifest, write_manifest
 from ckptool.model import Entry, TensorEntry, ValueEntry
 from ckptool.operations.inspect_notes import group_of, notes_on
@@ -214,7 +214,7 @@ def _role(name: str, size: int | None, num_items: int) -> str:
         return "manifest"
     if name == INDEX_NAME:
         return "index"
-    return "orphan" if name.endswith(".distcp") or name == JOURNAL_NAME else "other"
+    return "orphan" if name.endswith(".distcp") or is_journal_name(name) else "other"
 
 
 def _entry_report(entry: Entry) -> EntryReport:

@@ -14,6 +14,7 @@ from ckptool.layout import (
     METADATA_NAME,
     is_checkpoint_listing,
     is_committed,
+    is_journal_name,
     step_number,
 )
 from ckptool.operations.foreign import describe_foreign
@@ -33,9 +34,9 @@ class Step:
     """One checkpoint of a run, as a listing shows it.
 
     ``state`` is ``committed``; ``uncommitted`` (no ``.metadata``, or one of 0 bytes: the save
-    did not finish); ``half-deleted`` (no ``.metadata``, but the files that are written just
-    before it: a delete was cut short, or a save in its last moment); or ``rank-local`` (every
-    rank has a metadata file of its own, and none speaks for all).
+    or the reshard did not finish); ``half-deleted`` (no ``.metadata``, but the files that are
+    written just before it: a delete was cut short, or a save in its last moment); or
+    ``rank-local`` (every rank has a metadata file of its own, and none speaks for all).
     """
 
     name: str
@@ -122,7 +123,8 @@ def state_of(sizes: Mapping[str, int]) -> str:
         return COMMITTED
     if METADATA_NAME not in sizes and any(n.endswith(".metadata") for n in sizes):
         return RANK_LOCAL
-    if MANIFEST_NAME in sizes or INDEX_NAME in sizes:
+    was_begun = any(is_journal_name(name) for name in sizes)
+    if (MANIFEST_NAME in sizes or INDEX_NAME in sizes) and not was_begun:
         return HALF_DELETED
     return UNCOMMITTED
 

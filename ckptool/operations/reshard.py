@@ -15,7 +15,7 @@ from ckptool.formats.dcp_metadata import write_metadata
 from ckptool.layout import JOURNAL_NAME
 from ckptool.manifest import ObjectFacts
 from ckptool.model import Index, TensorEntry, ValueEntry
-from ckptool.operations.commit import commit_checkpoint, refuse_unless_empty
+from ckptool.operations.commit import COMMIT_KEYS, commit_checkpoint, refuse_unless_empty
 from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe, read_value
 from ckptool.operations.sound import require_sound
@@ -119,6 +119,7 @@ def reshard(
         checkpoint.url,
         request,
         plan_digest(planned.plan, server_copy=how.server_copy),
+        commits=COMMIT_KEYS,
     )
     job = Transfer(
         planned.plan, checkpoint.store, dest, how, JOURNAL_NAME, header, resume, planned.streams

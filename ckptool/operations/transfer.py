@@ -14,7 +14,14 @@ from typing import Any
 from ckptool.engine.journal import Journal, JournalHeader, find_journal
 from ckptool.engine.run import How, RunReport, run_plan
 from ckptool.engine.sinks import Writing
-from ckptool.errors import CkptoolError, DamagedError, InterruptedByUser, RefusedError, UsageError
+from ckptool.errors import (
+    CkptoolError,
+    DamagedError,
+    InterruptedByUser,
+    RefusedError,
+    StorageError,
+    UsageError,
+)
 from ckptool.planning.plan import Payload, Plan
 from ckptool.progress import Progress
 from ckptool.storage.base import Store
@@ -105,13 +112,14 @@ def require_new_or_resumed(
 
 def discard(dest: Store, journal_key: str) -> None:
     """Abort and remove all that an interrupted run left."""
-    if find_journal(dest, journal_key) is None:
+    header = find_journal(dest, journal_key)
+    if header is None:
         raise RefusedError(
             f"there is no interrupted run at {dest.url}: no {journal_key}",
             hint="nothing has to be discarded",
             url=dest.url,
         )
-    journal = Journal.resume(dest, journal_key)
+    journal = Journal.resume(dest, journal_key, header)
     journal.discard()
     journal.remove()
 
@@ -140,6 +148,8 @@ def transfer(
             journal=journal,
             progress=progress,
         )
+        if journal is not None:
+            journal.flush()  # so that what is published from now on is known to be whole
         writing.commit(published=None if journal is None else journal.published)
         finish(report)
         if journal is not None:
@@ -154,7 +164,7 @@ def _journal(job: Transfer, writing: Writing) -> Journal | None:
         return Journal.create(job.dest, job.journal_key, job.header)
     found = find_journal(job.dest, job.journal_key)
     assert found is not None, "it was looked for before"
-    if found.plan != job.header.plan:
+    if (found.source, found.plan) != (job.header.source, job.header.plan):
         raise RefusedError(
             f"the journal at {job.dest.url_of(job.journal_key)} belongs to another run: "
             f"{found.operation} of {found.source} with {dict(found.request)}, and this is "
@@ -162,7 +172,9 @@ def _journal(job: Transfer, writing: Writing) -> Journal | None:
             hint="repeat the first command with --resume, or --discard what it left",
             url=job.dest.url,
         )
-    return Journal.resume(job.dest, job.journal_key)
+    journal = Journal.resume(job.dest, job.journal_key, found)
+    journal.sweep()
+    return journal
 
 
 class _Keep:
@@ -176,12 +188,22 @@ class _Keep:
         if error is None or journal is None:
             return
         if isinstance(error, DamagedError) or not journal.has_parts:
-            self._writing.abort()
-            journal.remove()
+            self._remove(journal, error)
             return
-        journal.flush()
         self._writing.leave()
-        self._say(error)
+        try:
+            journal.flush()
+        finally:  # a store that fails now has told its story already
+            self._say(error)
+
+    def _remove(self, journal: Journal, error: BaseException) -> None:
+        try:
+            self._writing.abort()
+            journal.discard()
+            journal.remove()
+        except StorageError as failed:
+            hint = f"something may be left ({failed.message}): --discard removes it"
+            _add_hint(error, hint)
 
     def _say(self, error: BaseException) -> None:
         hint = "run the same command with --resume to go on, or --discard to remove what is done"
@@ -189,5 +211,9 @@ class _Keep:
             raise InterruptedByUser(
                 f"interrupted; what is done is kept at {self._job.dest.url}", hint=hint
             ) from error
-        if isinstance(error, CkptoolError):
-            error.hint = f"{error.hint}; {hint}" if error.hint else hint
+        _add_hint(error, hint)
+
+
+def _add_hint(error: BaseException, hint: str) -> None:
+    if isinstance(error, CkptoolError):
+        error.hint = f"{error.hint}; {hint}" if error.hint else hint
