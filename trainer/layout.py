@@ -124,6 +124,12 @@ def _check_fsdp1(parallel: ParallelConfig) -> None:
             f"FSDP1 with parallel.dp_replicate = {parallel.dp_replicate} needs HYBRID_SHARD",
             hint="set parallel.fsdp1_sharding to HYBRID_SHARD",
         )
+    if parallel.tp > 1 and (parallel.dp_shard == 1 or parallel.fsdp1_sharding == "NO_SHARD"):
+        raise UsageError(
+            "FSDP1 on a tensor-parallel mesh must shard over more than one rank: torch gathers no "
+            "optimizer state from it otherwise",
+            hint='use parallel.strategy = "fsdp2"',
+        )
     if hybrid and parallel.dp_shard == 1:
         # torch turns this into NO_SHARD within one rank, and never reduces between the replicas.
         raise UsageError(

@@ -190,6 +190,7 @@ def test_axes_that_do_not_fit_are_refused() -> None:
         (ParallelConfig(strategy="ddp", tp=2), 2, "does not fit ddp"),
         (ParallelConfig(tp=2), 1, "does not fit one process"),
         (ParallelConfig(strategy="fsdp1", dp_replicate=2), 4, "needs HYBRID_SHARD"),
+        (ParallelConfig(strategy="fsdp1", tp=2), 2, "shard over more than one rank"),
         (
             ParallelConfig(strategy="fsdp1", dp_replicate=4, fsdp1_sharding="HYBRID_SHARD"),
             4,
