@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.dtypes import DType, dtype_named
 from ckptool.engine.journal import JournalHeader
 from ckptool.engine.run import How, RunReport
 from ckptool.engine.sinks import Writing
 from ckptool.errors import (
-    NotEmptyError,
-    ObjectMissingError,
     RefusedError,
-    StorageError,
-    UnsupportedError,
     UsageError,
 )
-from ckptool.formats.safetensors_file import encode_index, parse_header
-from ckptool.layout import JOURNAL_NAME, journal_key_for_file
+from ckptool.formats.safetensors_file import encode_index
 from ckptool.model import Box, Index, TensorEntry
-from ckptool.operations.commit import refuse_unless_empty
+from ckptool.operations.export_target import (
+    cast_target,
+    check_written,
+    destination_of,
+    refuse_existing,
+    require_codes,
+)
 from ckptool.operations.open import Checkpoint, open_checkpoint
 from ckptool.operations.probe import Wanted, probe
 from ckptool.operations.sound import require_sound
@@ -43,12 +42,10 @@ from ckptool.planning.plan import Plan
 from ckptool.planning.sources import Source
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
-from ckptool.storage.base import Store
 
 __all__ = ["DEFAULT_MAX_FILE_BYTES", "ExportResult", "discard_export", "export"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
-_SINGLE = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +117,8 @@ def export(
     """
     if everything and only:
         raise UsageError("--all and --only exclude each other")
-    target = _cast_target(dtype)
-    form = _destination(dest_url, format, max_file_size)
+    target = cast_target(dtype)
+    form = destination_of(dest_url, format, max_file_size)
     if int_keys and form.format != "torch":
         raise UsageError("--int-keys is for torch files; safetensors has no nested keys")
     checkpoint = open_checkpoint(source_url, options=source_options)
@@ -148,11 +145,11 @@ def export(
         dest,
         form.journal_key,
         resume=resume,
-        refuse_existing=lambda: _refuse_existing(dest, form),
+        refuse_existing=lambda: refuse_existing(dest, form),
     )
     how = how_for(how or How(), checkpoint.store, dest)
     trees = _values(checkpoint, layout, int_keys=int_keys, strict=strict, max_memory=how.max_memory)
-    _require_codes(layout)
+    require_codes(layout)
     plan = None
     if probe_items or not dry_run:
         plan = _plan(checkpoint, layout, trees, how.num_jobs(checkpoint.store), progress)
@@ -173,67 +170,8 @@ def export(
 
 def discard_export(dest_url: str, *, dest_options: Mapping[str, Any] | None = None) -> None:
     """Abort and remove what an interrupted export left; RefusedError where there is none."""
-    form = _destination(dest_url, None, None)
+    form = destination_of(dest_url, None, None)
     discard(open_store(form.folder, options=dest_options), form.journal_key)
-
-
-class _Destination:
-    """Where an export goes: ``name`` of the one file in ``folder``, or None for a folder."""
-
-    def __init__(self, folder: str, name: str | None, format: str) -> None:
-        self.folder, self.name, self.format = folder, name, format
-
-    @property
-    def journal_key(self) -> str:
-        return JOURNAL_NAME if self.name is None else journal_key_for_file(self.name)
-
-
-def _destination(dest_url: str, format: str | None, max_file_size: int | None) -> _Destination:
-    protocol, separator, path = dest_url.rpartition("://")
-    head, slash, name = path.rpartition("/")
-    suffix = posixpath.splitext(name)[1]
-    if suffix not in _SINGLE:
-        return _Destination(dest_url, None, format or "safetensors")
-    if max_file_size is not None:
-        raise UsageError(
-            f"--max-file-size splits a folder, but {dest_url} is one file",
-            hint="name a folder, or leave --max-file-size out",
-        )
-    if format is not None and format != _SINGLE[suffix]:
-        raise UsageError(
-            f"--format {format} does not fit the ending of {dest_url}",
-            hint=f"end the name in {'.safetensors' if format == 'safetensors' else '.pt'}",
-        )
-    folder = protocol + separator + (head or slash)
-    return _Destination(folder or ".", name, _SINGLE[suffix])
-
-
-def _refuse_existing(dest: Store, form: _Destination) -> None:
-    if form.name is None:
-        refuse_unless_empty(dest)
-        return
-    try:
-        dest.info(form.name)
-    except ObjectMissingError:
-        refuse_unless_empty(dest.child(form.name))
-        return
-    raise NotEmptyError(
-        f"{dest.url_of(form.name)} exists already",
-        hint="remove it first, or give another name",
-        url=dest.url_of(form.name),
-    )
-
-
-def _cast_target(name: str | None) -> DType | None:
-    if name is None:
-        return None
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    target = dtype_named(short.get(name, name))
-    if target.kind != "float" or target.numpy is None:
-        raise UnsupportedError(
-            f"--dtype {name}: only floating dtypes can be cast to", hint="for instance bfloat16"
-        )
-    return target
 
 
 def _values(
@@ -253,19 +191,6 @@ def _values(
             entries=dict(trees.left_out),
         )
     return trees
-
-
-def _require_codes(layout: ExportLayout) -> None:
-    if layout.format != "safetensors":
-        return
-    for tensor in layout.tensors:
-        if tensor.dtype.safetensors is None:
-            raise UnsupportedError(
-                f"{tensor.key}: safetensors has no dtype {tensor.dtype}",
-                hint=f"--exclude '{tensor.key}', or export to a .pt file",
-                entry=tensor.key,
-                dtype=tensor.dtype.name,
-            )
 
 
 def _plan(
@@ -306,7 +231,7 @@ def _write(job: Transfer, layout: ExportLayout, progress: Progress) -> RunReport
     dest, plan = job.dest, job.plan
 
     def finish(report: RunReport) -> None:
-        _check(dest, layout, plan)
+        check_written(dest, layout, plan)
         if layout.index_name is not None:
             total = sum(tensor.num_bytes for tensor in layout.tensors)
             dest.put(layout.index_name, encode_index(layout.weight_map(), total_num_bytes=total))
@@ -316,21 +241,3 @@ def _write(job: Transfer, layout: ExportLayout, progress: Progress) -> RunReport
     report = transfer(job, writing=writing, finish=finish, progress=progress)
     progress.finish()
     return report
-
-
-def _check(dest: Store, layout: ExportLayout, plan: Plan) -> None:
-    """Reopen what was written: sizes as planned, headers that hold the tensors they should."""
-    for file, output in zip(layout.files, plan.outputs, strict=True):
-        info = dest.info(file.name)
-        ok = info.num_bytes == output.num_bytes
-        if ok and layout.format == "safetensors":
-            start = dest.read(file.name, start=0, end=8)
-            head = dest.read(file.name, start=0, end=8 + int.from_bytes(start, "little"))
-            header = parse_header(head, file_num_bytes=info.num_bytes)
-            ok = set(header.tensors) == {tensor.name for tensor in file.tensors}
-        if not ok:
-            raise StorageError(
-                f"{dest.url_of(file.name)} does not read back as what was written",
-                hint="remove it and run again",
-                url=dest.url_of(file.name),
-            )
