@@ -102,7 +102,8 @@ def _on_server(
 
 def _run_job(spec: Mapping[str, Any]) -> dict[str, Any]:
     run = measure(python("scripts/bench_save_ranks.py", json.dumps(spec)))
-    result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    answers = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    result: dict[str, Any] = json.loads(answers[-1])
     return {**result, "peak_rss_bytes": run.peak_rss_bytes}
 
 

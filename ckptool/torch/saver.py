@@ -75,6 +75,7 @@ class Saver:
         if mode == "async":
             assert self._beside is not None
             staging = self._beside.stage(plan, overlap=deadline_s is None)
+            plan = replace(plan, shards=())  # what is staged need not be kept alive
         else:
             settle()  # the thread that saves reads what this one computes
         self._launch(plan, replace(report, mode=mode), staging, started)

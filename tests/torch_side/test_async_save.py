@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +276,44 @@ def test_a_rank_that_dies_in_flight_commits_nothing(tmp_path: Path) -> None:
     while open_store(tmp_path).list_uploads():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def test_the_uploader_loads_no_torch() -> None:
+    """The process beside each rank starts at once and stays small."""
+    code = "import ckptool.torch.uploader, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_staged_is_not_kept_alive(tmp_path: Path) -> None:
+    """A temporary tensor (a gathered shard, say) may go once it is staged."""
+    temporary = torch.randn(100, 100)
+    gone = weakref.ref(temporary)
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        os.environ["CKPTOOL_FAULT"] = "before-manifest:slow"
+        checkpointer.save(1, {"w": temporary})
+        del os.environ["CKPTOOL_FAULT"], temporary
+        assert gone() is None
+        checkpointer.wait()
+
+
+class Counter:
+    """A Stateful object with a tensor and a value."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen = number, torch.full((4,), float(number))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.seen = state["number"], state["seen"]
+
+
+def test_stateful_objects_are_asked_and_told(tmp_path: Path) -> None:
+    """Objects with state_dict and load_state_dict are saved and loaded as torch's DCP does."""
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"counter": Counter(5), "plain": 3})
+        counter, state = Counter(0), {"plain": 0}
+        checkpointer.load({"counter": counter, **state})
+        assert counter.number == 5
+        assert counter.seen.tolist() == [5.0] * 4
