@@ -34,7 +34,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 BLOCK_BYTES = 4 << 20
 FRAMING_BYTES = 1 << 20  # more than the framing of any item
 SLICE_BYTES = 2 << 10
-NUM_KEPT = 4
+MIN_KEPT, MAX_KEPT = 4, 128  # as many as fit the memory and so much of temporary files
+MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class _Kept:
     """A normal payload in a file or in memory; ``verified`` is False without a stored CRC."""
 
     file: IO[bytes]
+    num_bytes: int
     lock: threading.Lock
     verified: bool
 
@@ -64,7 +66,9 @@ class Normaliser:
 
     def __init__(self, source: Store, *, max_memory_bytes: int) -> None:
         self._source = source
-        self._max_memory_bytes = max_memory_bytes // NUM_KEPT
+        self._max_memory_bytes = max_memory_bytes
+        self._spool_bytes = max_memory_bytes // MIN_KEPT
+        self._memory_bytes = self._file_bytes = 0
         self._kept: OrderedDict[Item, _Kept] = OrderedDict()
         self._locks: dict[Item, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -93,31 +97,46 @@ class Normaliser:
     def _keep(self, item: Item, kept: _Kept) -> None:
         with self._lock:
             self._kept[item] = kept
-            while len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)[1].close()
+            self._count(kept, 1)
+            while self._is_crowded():
+                old = self._kept.popitem(last=False)[1]
+                self._count(old, -1)
+                old.close()
+
+    def _count(self, kept: _Kept, sign: int) -> None:
+        if kept.num_bytes <= self._spool_bytes:
+            self._memory_bytes += sign * kept.num_bytes
+        else:
+            self._file_bytes += sign * kept.num_bytes
+
+    def _is_crowded(self) -> bool:
+        crowded = self._memory_bytes > self._max_memory_bytes or self._file_bytes > MAX_FILE_BYTES
+        return len(self._kept) > (MIN_KEPT if crowded else MAX_KEPT)
 
     def _spool(self) -> IO[bytes]:
-        return tempfile.SpooledTemporaryFile(max_size=self._max_memory_bytes)
+        return tempfile.SpooledTemporaryFile(max_size=self._spool_bytes)
 
     def prove(self, payload: Payload) -> bool:
         """Read an item in order; returns whether its payload had a CRC to be proved by."""
         with self._spool() as spool:
-            return self._prove_into(spool, payload)[1]
+            return self._prove_into(spool, payload, whole=True)[1]
 
     def _make(self, payload: Payload) -> _Kept:
         with self._spool() as spool:
             item, verified = self._prove_into(spool, payload)
             out = self._spool()
             _write_normal(spool, item, payload, out)
-        return _Kept(out, threading.Lock(), verified)
+        return _Kept(out, payload.num_bytes, threading.Lock(), verified)
 
-    def _prove_into(self, spool: IO[bytes], payload: Payload) -> tuple[TensorItem, bool]:
+    def _prove_into(
+        self, spool: IO[bytes], payload: Payload, *, whole: bool = False
+    ) -> tuple[TensorItem, bool]:
         length = 0
         with located(payload.entry, payload.box, payload.item):
             for block in item_blocks(self._source, payload.item, max_bytes=_bound(payload)):
                 spool.write(block)
                 length += len(block)
-            item = _parse(spool, length, payload)
+            item = _parse(spool, length, payload, whole=whole)
             return item, _prove(spool, item)
 
 
@@ -169,7 +188,7 @@ def _bound(payload: Payload) -> int | None:
     return payload.num_bytes + FRAMING_BYTES
 
 
-def _parse(spool: IO[bytes], length: int, payload: Payload) -> TensorItem:
+def _parse(spool: IO[bytes], length: int, payload: Payload, *, whole: bool) -> TensorItem:
     head_num_bytes, tail_num_bytes = 4096, 4096
     while True:
         spool.seek(0)
@@ -177,7 +196,7 @@ def _parse(spool: IO[bytes], length: int, payload: Payload) -> TensorItem:
         spool.seek(max(0, length - tail_num_bytes))
         tail = spool.read(min(tail_num_bytes, length))
         try:
-            item = parse_tensor_item(length=length, head=head, tail=tail)
+            item = parse_tensor_item(length=length, head=head, tail=tail, whole=whole)
         except NeedMore as more:
             head_num_bytes, tail_num_bytes = more.head_num_bytes, more.tail_num_bytes
             continue

@@ -94,9 +94,12 @@ def probe_ranges(length: int, payload_num_bytes_hint: int | None) -> tuple[int, 
     return min(framing, length), min(framing, length)
 
 
-def parse_tensor_item(*, length: int, head: bytes, tail: bytes = b"") -> TensorItem:
+def parse_tensor_item(
+    *, length: int, head: bytes, tail: bytes = b"", whole: bool = False
+) -> TensorItem:
     """How an item of ``length`` bytes stores its tensor, from its start and its end.
 
+    ``whole``: all of its framing is proved, also the records that tell nothing of the tensor.
     Raises NeedMore where they are too short (never if they cover the item), DamagedError where
     the item contradicts itself, UnsupportedError for anything but a plain tensor.
     """
@@ -112,6 +115,10 @@ def parse_tensor_item(*, length: int, head: bytes, tail: bytes = b"") -> TensorI
             f"pickle says {ref.storage_num_bytes}",
             offset=payload_offset,
         )
+    if whole:
+        for other in stored.records:
+            if other != name:
+                stored.read(other)
     return TensorItem(
         payload_offset=payload_offset,
         payload_num_bytes=payload.num_bytes,

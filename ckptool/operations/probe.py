@@ -37,11 +37,12 @@ MAX_VALUE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk whose payload a plan needs."""
+    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing."""
 
     entry: TensorEntry
     box: Box
     item: Item
+    whole: bool = False
 
 
 def probe(
@@ -150,7 +151,9 @@ def _parse(store: Store, want: Wanted, head: bytes, tail: bytes) -> _Header:
     while True:
         try:
             with located(want.entry.key, want.box, item):
-                found = parse_tensor_item(length=item.length, head=head, tail=tail)
+                found = parse_tensor_item(
+                    length=item.length, head=head, tail=tail, whole=want.whole
+                )
                 return _Header(found, _framing(found, item, head, tail))
         except NeedMore as more:
             sizes = (more.head_num_bytes, more.tail_num_bytes)

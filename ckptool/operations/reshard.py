@@ -141,6 +141,7 @@ def _plan(
     """Probe every item that is used and lay out the bytes."""
     index, store = checkpoint.index, checkpoint.store
     wanted: dict[tuple[str, int], Wanted] = {}
+    kept = {(new.entry, new.sources[0]) for new in layout.chunks if new.keep}
     for new in layout.chunks:
         entry = index.entries[new.entry]
         assert isinstance(entry, TensorEntry)
@@ -148,7 +149,8 @@ def _plan(
             if (new.entry, i) not in wanted:
                 chunk = entry.chunks[i]
                 assert chunk.item is not None, "the structure was checked"
-                wanted[new.entry, i] = Wanted(entry, chunk.box, chunk.item)
+                whole = (new.entry, i) in kept
+                wanted[new.entry, i] = Wanted(entry, chunk.box, chunk.item, whole)
     found = probe(store, list(wanted.values()), jobs=num_jobs, progress=progress)
     sources: dict[tuple[str, int], Source] = dict(zip(wanted, found, strict=True))
     values = {}

@@ -238,6 +238,41 @@ def test_whole_runs_are_copied(tmp_path, monkeypatch):
     assert source.requests["read"] <= 16 + 16 * 7 + 1
 
 
+@pytest.mark.parametrize("stored", ["zstd", "transposed"])
+def test_items_that_must_be_made_normal_are_fetched_once(tmp_path, monkeypatch, stored):
+    """Sixteen column cuts that every part of the output needs: each item is read once."""
+    array = random_array((256, 1024), "float32", seed=1)
+    columns = [Box((0, c), (256, 64)) for c in range(0, 1024, 64)]
+    write_checkpoint(tmp_path / "a", {"w": Saved(array, columns, "float32", stored=stored)})
+    opened = Recorded(monkeypatch, reshard_module)
+    monkeypatch.setattr("ckptool.operations.open.open_store", opened._open)
+    how = How(max_memory=8 << 20, jobs=4)
+    reshard(str(tmp_path / "a"), str(tmp_path / "b"), to=5, merge=True, how=how)
+    total = sum(p.stat().st_size for p in (tmp_path / "a").glob("*.distcp"))
+    assert opened.stores[str(tmp_path / "a")].num_bytes["read"] < 1.2 * total
+
+
+def test_framing_is_proved_before_it_is_copied(tmp_path, monkeypatch):
+    """Whatever bit of a kept item is wrong: where validate would object, nothing is committed."""
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+    array = random_array((6, 4), "float32", seed=1)
+    write_checkpoint(tmp_path / "a", {"w": rows_of(array, "float32", 6)})
+    path = tmp_path / "a" / "__0_0.distcp"
+    clean = path.read_bytes()
+    num_damaged = 0
+    for at in range(0, len(clean), 11):
+        data = bytearray(clean)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        if validate(str(tmp_path / "a"), read_data=True).is_ok:
+            continue
+        num_damaged += 1
+        with pytest.raises(DamagedError):
+            reshard(str(tmp_path / "a"), str(tmp_path / "b"), to=1)
+    assert num_damaged > 40
+    assert not (tmp_path / "b" / ".metadata").exists()
+
+
 # refusals
 
 
