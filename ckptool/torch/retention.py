@@ -6,11 +6,12 @@ never a damaged one.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptool.errors import DamagedError
+from ckptool.errors import AccessError, DamagedError
 from ckptool.layout import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -31,6 +32,7 @@ __all__ = [
     "steps_to_delete",
 ]
 
+log = logging.getLogger("ckptool")
 _ATTEMPT = re.compile(r"[^/]+/__\d+_\d+\.[0-9a-f]+\.distcp")
 _SHARD = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp")
 
@@ -105,11 +107,16 @@ def delete_step(store: Store) -> None:
 def abort_stale_uploads(run: Store) -> list[str]:
     """Abort what saves that died left half written in a run; returns the keys.
 
-    Only uploads with the names that an attempt gives its shard files are touched.
+    Only uploads with the names that an attempt gives its shard files are touched. Who may only
+    read may still load: a store that does not allow this is a warning.
     """
-    stale = [row for row in run.list_uploads() if _ATTEMPT.fullmatch(row.key)]
-    for row in stale:
-        run.abort_upload(row.key, row.token)
+    try:
+        stale = [row for row in run.list_uploads() if _ATTEMPT.fullmatch(row.key)]
+        for row in stale:
+            run.abort_upload(row.key, row.token)
+    except AccessError as error:
+        log.warning("uploads that a dead save may have left are still there: %s", error)
+        return []
     return [row.key for row in stale]
 
 

@@ -134,3 +134,17 @@ def test_one_ranks_storage_failure_is_every_ranks(
     store = open_store(s3_url, options=options)
     assert not [info for info in store.list() if info.key.endswith(".metadata")]
     assert not store.list_uploads()
+
+
+def test_who_may_only_read_may_load(s3_url: str, s3_server: Any) -> None:
+    """Credentials that read and list suffice to load; a save with them says what is missing."""
+    with Checkpointer(s3_url, storage_options=s3_server.storage_options()) as checkpointer:
+        checkpointer.save(1, _state(1), mode="sync")
+    options = s3_server.storage_options(read_only=True)
+    with Checkpointer(s3_url, storage_options=options, on_failure="warn") as checkpointer:
+        found = _zeros()
+        assert checkpointer.load(found) is not None
+        assert torch.equal(found["w"], _state(1)["w"])
+        checkpointer.save(2, _state(2))
+        checkpointer.wait()
+        assert "denied" in str(checkpointer.finished()[0].error).lower()
