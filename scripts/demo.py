@@ -65,7 +65,7 @@ class Demo:
     def train_and_lose_a_rank(self) -> None:
         act(f"train on 4 ranks, save every {EVERY} steps, and kill -9 one rank during a save")
         # every part takes a second, as over a slow network, so that a save can be caught
-        launch = torchrun(4, env={"CKPTOOL_FAULT": "in-part:slow"})
+        launch = torchrun(4, self._work, env={"CKPTOOL_FAULT": "in-part:slow"})
         for line in launch.lines():
             tell(f"  {line}")
             if f"step {KILLED_AT} " in line and "loss" in line:
@@ -88,7 +88,7 @@ class Demo:
 
     def resume_on_two_ranks(self) -> None:
         act("resume on 2 ranks, from the newest committed step, and finish")
-        launch = torchrun(2)
+        launch = torchrun(2, self._work)
         seen = []
         for line in launch.lines():
             tell(f"  {line}")
@@ -175,12 +175,13 @@ def python(*arguments: str) -> str:
 class torchrun:
     """A running torchrun of the trainer; its output is read line by line."""
 
-    def __init__(self, num_ranks: int, *, env: dict[str, str] | None = None) -> None:
+    def __init__(self, num_ranks: int, work: Path, *, env: dict[str, str] | None = None) -> None:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(num_ranks), "-m", "trainer"),
             *("--config", "scripts/demo.toml", "--set", f"run.root={RUN}"),
             *("--set", f"run.steps={NUM_STEPS}", "--set", f"checkpoint.every={EVERY}"),
+            *("--set", f"metrics.dir={work / 'metrics'}"),
         ]
         tell(f"$ torchrun {' '.join(command[4:])}")
         self._process = subprocess.Popen(
