@@ -27,12 +27,14 @@ __all__ = [
     "Summary",
     "fsync_tree",
     "interleave",
+    "interleave_with_start",
     "machine",
     "mark_ready",
     "measure",
     "parse_size",
     "print_table",
     "python",
+    "quickest",
     "ratio",
     "remove",
     "summarise",
@@ -208,6 +210,25 @@ def summarise(
         output_bytes=int(output_bytes or middle(run.output_bytes for run in runs)),
         each_seconds=work,
     )
+
+
+def quickest(runs: Sequence[Run]) -> Run:
+    """Of start-ups the one to take off: no more than starting takes at least."""
+    return min(runs, key=lambda run: run.seconds)
+
+
+def interleave_with_start(
+    start: Case,
+    cases: Sequence[Case],
+    *,
+    num_rounds: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Run, dict[str, list[Run]]]:
+    """The quickest of at least three runs of ``start``, and those of the other cases."""
+    runs = interleave([start, *cases], num_rounds=num_rounds, say=say)
+    starts = runs.pop(start.name)
+    starts += interleave([start], num_rounds=max(0, 3 - num_rounds))[start.name]
+    return quickest(starts), runs
 
 
 def ratio(ours: Summary | None, theirs: Summary | None) -> float | None:

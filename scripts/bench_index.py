@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_common import Run, fsync_tree, measure, python, remove, text_size
+from bench_common import Run, fsync_tree, measure, python, quickest, remove, text_size
 
 __all__ = ["NUM_PARAMS", "NUM_RANKS", "measure_index"]
 
@@ -66,7 +66,7 @@ def _measure(folder: Path, num_rounds: int, say: Callable[[str], None]) -> dict[
         dest = str(folder / "never-written")
         command = python("-m", "ckptool", "reshard", str(place), dest, "--to", "64", "--dry-run")
         runs[f"reshard --to 64 --dry-run, {name} index"] = [measure(command)]
-    idle = _middle(runs.pop("start-up"))
+    idle = quickest(runs.pop("start-up"))
     rows = {name: _row(some, idle) for name, some in runs.items()}
     ours, theirs = rows["inspect, stock index"], rows["pickle.load, torch's classes"]
     return {

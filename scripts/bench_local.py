@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import Case, Run, Summary, interleave, python, ratio, remove, summarise
+from bench_common import (
+    Case,
+    Summary,
+    interleave,
+    interleave_with_start,
+    python,
+    ratio,
+    remove,
+    summarise,
+)
 from bench_settings import Checkpoint, Settings, ckptool, table_row, torch_tool, warm
 
 __all__ = ["LocalFigures", "measure_growth", "measure_local"]
@@ -74,12 +83,10 @@ def measure_growth(settings: Settings) -> list[dict[str, Any]]:
         made = Checkpoint.of_size(size_bytes, num_ranks=8, chunk_bytes=_chunk_bytes(settings, 4))
         place = _Place(settings, made)
         try:
-            cases = [place.start(), place.export_all(), place.torch_save()]
             rounds = min(3, settings.num_rounds)
-            runs = interleave(cases, num_rounds=rounds, say=settings.say)
+            found = place.compare([place.export_all(), place.torch_save()], num_rounds=rounds)
         finally:
             place.remove()
-        found = summarise_all(runs)
         rows.append(
             {
                 "times": times,
@@ -91,30 +98,17 @@ def measure_growth(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def summarise_all(runs: Mapping[str, Sequence[Run]]) -> dict[str, Summary]:
-    """Summaries of a comparison; the start-up runs are taken off those of ckptool."""
-    starts = sorted(runs[_START], key=lambda run: run.seconds)
-    start = starts[(len(starts) - 1) // 2]
-    return {
-        name: summarise(name, some, startup=start if name.startswith("ckptool") else None)
-        for name, some in runs.items()
-        if name != _START
-    }
-
-
 def _export(settings: Settings) -> dict[str, Summary]:
     chunk_bytes = _chunk_bytes(settings, 16)
     made = Checkpoint.of_size(settings.size_bytes, num_ranks=8, chunk_bytes=chunk_bytes)
     place = _Place(settings, made)
     try:
-        cases = [place.start(), place.export_all(), place.export_model()]
-        cases += [place.copy(), place.torch_save()]
-        if not settings.is_quick:
-            cases += place.of_shards()
-        runs = interleave(cases, num_rounds=settings.num_rounds, say=settings.say)
-        if not settings.is_quick:
-            place.check(cases[1], cases[2])
-        return summarise_all(runs)
+        cases = [place.export_all(), place.export_model(), place.copy(), place.torch_save()]
+        if settings.is_quick:
+            return place.compare(cases)
+        found = place.compare([*cases, *place.of_shards()])
+        place.check(*cases[:2])
+        return found
     finally:
         place.remove()
 
@@ -124,10 +118,10 @@ def _reshard(settings: Settings, *, num_ranks: int, to: int) -> dict[str, Summar
     made = Checkpoint.of_size(settings.size_bytes, num_ranks=num_ranks, chunk_bytes=chunk_bytes)
     place = _Place(settings, made)
     try:
-        cases = [place.start(), place.reshard(to), place.copy(), place.load_save(to)]
-        runs = interleave(cases, num_rounds=settings.num_rounds, say=settings.say)
-        place.check(cases[1])
-        return summarise_all(runs)
+        cases = [place.reshard(to), place.copy(), place.load_save(to)]
+        found = place.compare(cases)
+        place.check(cases[0])
+        return found
     finally:
         place.remove()
 
@@ -149,8 +143,17 @@ class _Place:
     def remove(self) -> None:
         remove(self._folder)
 
-    def start(self) -> Case:
-        return Case(_START, lambda: python("-c", _IMPORTS))
+    def compare(
+        self, cases: Sequence[Case], *, num_rounds: int | None = None
+    ) -> dict[str, Summary]:
+        """Summaries by contender, in their order."""
+        rounds = num_rounds or self._settings.num_rounds
+        start = Case(_START, lambda: python("-c", _IMPORTS))
+        idle, runs = interleave_with_start(start, cases, num_rounds=rounds, say=self._settings.say)
+        return {
+            name: summarise(name, some, startup=idle if name.startswith("ckptool") else None)
+            for name, some in runs.items()
+        }
 
     def export_all(self) -> Case:
         def command(source: Path, dest: Path) -> list[str]:

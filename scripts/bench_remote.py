@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench_common import Case, Run, Summary, interleave, measure, python, ratio, remove, summarise
+from bench_common import (
+    Case,
+    Run,
+    Summary,
+    interleave,
+    interleave_with_start,
+    measure,
+    python,
+    ratio,
+    remove,
+    summarise,
+)
 from bench_servers import Server, running, s3_tool
 from bench_settings import Checkpoint, Settings, ckptool, table_row, torch_tool
 from bench_wire import WireMeter
@@ -28,6 +39,7 @@ VOCAB = 50_257
 
 _START = "start-up"
 _MIB = 2**20
+_STORE_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,9 @@ def measure_remote(settings: Settings, name: str) -> RemoteFigures:
     shares: dict[str, float] = {}
     vocab_shares: dict[str, float] = {}
     settings.say(f"starting {name}")
-    with running(name, scratch=settings.scratch, store_bytes=8 * settings.size_bytes) as server:
+    with running(
+        name, scratch=settings.scratch, store_bytes=max(_STORE_BYTES, 8 * settings.size_bytes)
+    ) as server:
         for title, to, made in _jobs(settings, vocab=None):
             with _Place(settings, server, made) as place:
                 groups[title] = place.export() if to is None else place.reshard(to)
@@ -134,25 +148,23 @@ class _Place:
         remove(self._folder)
 
     def export(self) -> dict[str, Summary]:
-        ours = self.ours(None)
-        cases = [self._start(), ours, self._bare(CLIENT, "copy")]
+        cases = [self.ours(None), self._bare(CLIENT, "copy")]
         if not self._settings.is_quick:
             cases.append(self._bare(SERVER_SIDE, "server-copy"))
-        runs = self._interleave(cases, self._settings.num_rounds)
+        idle, runs = self._interleave(cases, self._settings.num_rounds)
         if not self._settings.is_quick:
-            stock = self._torch(TORCH_SAVE, "to-torch-save", "all.pt")
-            runs |= self._interleave([stock], 1)
-            cases.append(stock)
-        return self._summaries(cases[1:], runs)
+            cases.append(self._torch(TORCH_SAVE, "to-torch-save", "all.pt"))
+            runs |= interleave(cases[-1:], num_rounds=1, say=self._settings.say)
+        return self._summaries(cases, idle, runs)
 
     def reshard(self, to: int) -> dict[str, Summary]:
         """The share is what counts here, so each contender runs once."""
-        cases = [self._start(), self.ours(to)]
+        cases = [self.ours(to)]
         if not self._settings.is_quick:
             stock = self._torch(LOAD_SAVE, "reshard", "resharded", "--ranks", str(to))
             cases += [self._bare(CLIENT, "copy"), self._bare(SERVER_SIDE, "server-copy"), stock]
-        runs = self._interleave(cases[:1] if self._settings.is_quick else cases, 1)
-        return self._summaries(cases[1:], runs)
+        idle, runs = self._interleave([] if self._settings.is_quick else cases, 1)
+        return self._summaries(cases, idle, runs)
 
     def ours(self, to: int | None) -> Case:
         if to is None:
@@ -187,25 +199,23 @@ class _Place:
         )
 
     def _summaries(
-        self, cases: Sequence[Case], runs: Mapping[str, Sequence[Run]]
+        self, cases: Sequence[Case], idle: Run, runs: Mapping[str, Sequence[Run]]
     ) -> dict[str, Summary]:
-        starts = sorted(runs[_START], key=lambda run: run.startup_seconds)
-        start = starts[(len(starts) - 1) // 2]
         return {
             case.name: self.counted(
                 case,
-                start=start if case.name.startswith("ckptool") else None,
+                start=idle if case.name.startswith("ckptool") else None,
                 runs=runs.get(case.name, ()),
             )
             for case in cases
         }
 
-    def _interleave(self, cases: Sequence[Case], num_rounds: int) -> dict[str, list[Run]]:
-        return interleave(cases, num_rounds=num_rounds, say=self._settings.say)
-
-    def _start(self) -> Case:
+    def _interleave(
+        self, cases: Sequence[Case], num_rounds: int
+    ) -> tuple[Run, dict[str, list[Run]]]:
         command = python("scripts/bench_s3.py", "start-up")
-        return Case(_START, lambda: command, env=self._server.env())
+        start = Case(_START, lambda: command, env=self._server.env())
+        return interleave_with_start(start, cases, num_rounds=num_rounds, say=self._settings.say)
 
     def _bare(self, name: str, action: str) -> Case:
         def command(dest: str) -> list[str]:

@@ -18,6 +18,7 @@ __all__ = ["Server", "installed", "running", "s3_tool"]
 
 KEY, SECRET, REGION = "AKID", "SECRET", "us-east-1"
 
+_PATIENCE_S = 120
 _RGW = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "curl")
 
 
@@ -40,6 +41,7 @@ class Server:
     @functools.cached_property
     def client(self) -> Any:
         import botocore.session
+        from botocore.config import Config
 
         return botocore.session.get_session().create_client(
             "s3",
@@ -47,6 +49,7 @@ class Server:
             aws_access_key_id=KEY,
             aws_secret_access_key=SECRET,
             region_name=REGION,
+            config=Config(retries={"total_max_attempts": 1}, read_timeout=_PATIENCE_S),
         )
 
     def make_bucket(self, name: str) -> str:
@@ -84,7 +87,11 @@ def installed() -> list[str]:
 
 @contextlib.contextmanager
 def running(name: str, *, scratch: Path, store_bytes: int) -> Iterator[Server]:
-    """The server, empty, and stopped at the end with all that it holds."""
+    """The server, empty, and stopped at the end with all that it holds.
+
+    RGW keeps its objects in memory, at most ``store_bytes`` of them; what was deleted counts
+    for a while, and a full store answers no more.
+    """
     if name == "seaweedfs":
         with S3Server() as server:
             yield Server(name, server.endpoint_url)
