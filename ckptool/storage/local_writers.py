@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,7 @@ class LocalAssembly:
         self._hidden = hidden_path(path, token)
         self._num_bytes = num_bytes
         self._fd: int | None = None
+        self._lock = threading.Lock()
 
     @property
     def token(self) -> str:
@@ -172,10 +174,14 @@ class LocalAssembly:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._hidden)
 
+    def __del__(self) -> None:
+        self._close()  # one that was only attached is committed elsewhere
+
     def _opened(self) -> int:
-        if self._fd is None:
-            self._fd = os.open(self._hidden, os.O_RDWR | os.O_CLOEXEC)
-        return self._fd
+        with self._lock:
+            if self._fd is None:
+                self._fd = os.open(self._hidden, os.O_RDWR | os.O_CLOEXEC)
+            return self._fd
 
     def _close(self) -> None:
         fd, self._fd = self._fd, None

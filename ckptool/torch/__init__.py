@@ -10,16 +10,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool.torch.checkpointer import Checkpointer
     from ckptool.torch.dcp_storage import CkptoolReader, CkptoolWriter
+    from ckptool.torch.live_export import ExportReport, LiveExporter, export_live
     from ckptool.torch.reports import LoadReport, SaveReport
 
-__all__ = ["Checkpointer", "CkptoolReader", "CkptoolWriter", "LoadReport", "SaveReport"]
+__all__ = [
+    "Checkpointer",
+    "CkptoolReader",
+    "CkptoolWriter",
+    "ExportReport",
+    "LiveExporter",
+    "LoadReport",
+    "SaveReport",
+    "export_live",
+]
 
 _HOMES = {
     "Checkpointer": "checkpointer",
     "CkptoolReader": "dcp_storage",
     "CkptoolWriter": "dcp_storage",
+    "ExportReport": "live_export",
+    "LiveExporter": "live_export",
     "LoadReport": "reports",
     "SaveReport": "reports",
+    "export_live": "live_export",
 }
 
 

@@ -56,6 +56,12 @@ class News:
         with self._changed:
             return self._failure(attempt)
 
+    @property
+    def gone(self) -> frozenset[int]:
+        """Ranks whose process has ended, as far as is known here."""
+        with self._changed:
+            return frozenset(self._gone)
+
     def progress(self) -> None:
         """Tell the others that this rank is still at work; cheap to call often."""
         now = time.monotonic()
