@@ -41,9 +41,13 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
     must_succeed: bool = True,
+    until_rank: int | None = None,
     **arguments: Any,
 ) -> list[RankEnd]:
-    """Run the ranks to their end; raises AssertionError with the output of one that failed."""
+    """Run the ranks to their end; raises AssertionError with the output of one that failed.
+
+    With ``until_rank``, the others are killed once that one has ended.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         started = time.monotonic()
         processes = []
@@ -56,7 +60,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(command, env=_env(env), cwd=ROOT, stdout=log, stderr=log)
                 )
-        ends = _collect(processes, scratch, started, timeout_s)
+        ends = _collect(processes, scratch, started, timeout_s, until_rank)
     if must_succeed:
         for rank, end in enumerate(ends):
             assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.output[-6000:]}"
@@ -64,14 +68,18 @@ def run_ranks(
 
 
 def _collect(
-    processes: list[subprocess.Popen[bytes]], scratch: str, started: float, timeout_s: float
+    processes: list[subprocess.Popen[bytes]],
+    scratch: str,
+    started: float,
+    timeout_s: float,
+    until_rank: int | None,
 ) -> list[RankEnd]:
     ended: dict[int, float] = {}
     while len(ended) < len(processes):
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
                 ended[rank] = time.monotonic() - started
-        if time.monotonic() - started > timeout_s:
+        if time.monotonic() - started > timeout_s or until_rank in ended:
             for process in processes:
                 if process.poll() is None:
                     process.kill()

@@ -94,7 +94,7 @@ def test_a_lost_rank_commits_nothing(tmp_path: Path, point: str, where: int, act
         "dying_worker",
         num_ranks=2,
         must_succeed=False,
-        timeout_s=22,
+        until_rank=1 - where,
         root=str(tmp_path),
         point=point,
         where=where,
