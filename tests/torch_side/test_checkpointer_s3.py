@@ -82,7 +82,7 @@ def test_patience_ends_with_a_clear_error(
         checkpointer.save(2, _state(2))
         with pytest.raises(StorageError) as caught:
             checkpointer.wait()
-        assert time.monotonic() - started < DEADLINE_S + 10
+        assert time.monotonic() - started < DEADLINE_S + 30
         assert "__0_0" in str(caught.value)
         s3_proxy.clear()
         assert checkpointer.latest() == 1
@@ -129,7 +129,7 @@ def test_one_ranks_storage_failure_is_every_ranks(
     ends = run_ranks(__file__, "worker", num_ranks=2, url=s3_url, options=options)
     for end in ends:
         assert "__1_0" in str(end.result["error"])
-        assert end.result["seconds"] < DEADLINE_S + 10
+        assert end.result["seconds"] < DEADLINE_S + 30
     s3_proxy.clear()
     store = open_store(s3_url, options=options)
     assert not [info for info in store.list() if info.key.endswith(".metadata")]
