@@ -85,14 +85,24 @@ class Ledger:
             self.trusted.append(self._checks[check_id])
 
     def gaps(self) -> Iterator[tuple[Check, list[tuple[int, int]]]]:
-        """Payloads not proved yet, with the ranges that nobody has read."""
+        """Payloads not proved yet, with the ranges that nobody has read.
+
+        Of a payload that was read in ranges that overlap, whose CRC-32s cannot be joined, it is
+        the whole.
+        """
         for check_id in list(self._missing):
             check = self._checks[check_id]
             if check.by_normaliser:
                 continue
             have = without_overlap((a, b) for a, b, _ in self._pieces.get(check_id, ()))
-            edges = [check.extent.start, *(x for r in have for x in r), check.extent.end]
-            yield check, [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+            extent = check.extent
+            edges = [extent.start, *(x for r in have for x in r), extent.end]
+            gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+            if not gaps:
+                self._pieces.pop(check_id)
+                self._missing[check_id] = extent.num_bytes
+                gaps = [(extent.start, extent.end)]
+            yield check, gaps
 
     def _close(self, check: Check, pieces: list[Piece]) -> None:
         crc = join_crcs(pieces, check.extent.start, check.extent.end)

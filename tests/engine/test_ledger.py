@@ -56,6 +56,18 @@ def test_what_was_not_read_is_a_gap_until_it_is():
     assert ledger.proved == 1
 
 
+def test_ranges_that_overlap_are_read_again():
+    """CRCs of overlapping ranges say nothing about the whole: it is asked for once more."""
+    ledger = Ledger([_check(crc32(DATA))])
+    ledger.add(0, _piece(0, 400))
+    ledger.add(0, _piece(300, 768))
+    assert ledger.proved == 0
+    assert [gaps for _, gaps in ledger.gaps()] == [[(100, 868)]]
+    ledger.add(0, _piece(0, 768))
+    assert ledger.proved == 1
+    assert list(ledger.gaps()) == []
+
+
 def test_a_payload_without_a_crc_is_unverifiable_not_proved():
     """CRC 0 of compute_crc32=False is neither ok nor damage."""
     ledger = Ledger([_check(None)])
