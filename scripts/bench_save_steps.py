@@ -122,6 +122,7 @@ class _Training:
 
     def steps_during(self, checkpointer: Any, number: int, *, at_least: int) -> dict[str, Any]:
         """Steps from the start of a save until its commit; the save's own call is in the first."""
+        checkpointer.finished()  # those of earlier saves, which would end this phase at once
         started = time.perf_counter()
         report = checkpointer.save(number, self.state())
         called_s = time.perf_counter() - started
