@@ -216,6 +216,8 @@ class _Run:
         if cut.copied:
             # where a tail needs the CRC, what the server does not tell has to be read
             trust = self._how.trust_server and step.sums[0] is None
+            if written is not None and written.checksum is None:
+                written = None  # to copy it again costs less than to read it
             return CopyTask(step, target, trust, written)
         known = tuple(
             (start, self._known(step.output, start, min(end, step.start)))

@@ -6,9 +6,10 @@ that it read, and those of output ranges that later tails need.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ckptool.engine.cast import CastCount
@@ -88,8 +89,8 @@ class Worker:
         result = StepResult(step.output, step.number, 0, start=step.start)
         crc = _Filling(self._source, self._normaliser, step, buffer, result).fill(dict(task.known))
         result.crc32 = crc
-        if task.written is not None and task.written.checksum == crc:
-            result.receipt, result.was_there = task.written, True
+        if task.written is not None and _is_part(task.written, buffer, crc):
+            result.receipt, result.was_there = replace(task.written, checksum=crc), True
         else:  # what an earlier run may have left is not what the plan says
             result.receipt = self._sink.write_part(task.target, step, buffer, crc)
         return result
@@ -149,6 +150,13 @@ class Worker:
         if kept is None or len(kept) < num_bytes:
             self._local.buffer = kept = bytearray(num_bytes)
         return memoryview(kept)[:num_bytes]
+
+
+def _is_part(listed: PartReceipt, data: memoryview, crc: int) -> bool:
+    """Whether what the server lists of a part says that it holds these bytes."""
+    if listed.checksum is not None:
+        return listed.checksum == crc
+    return listed.md5 == hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 class _Filling:

@@ -76,13 +76,15 @@ class PartReceipt:
     """What is known of a written part: JSON-able, so that a journal can keep it.
 
     ``number`` counts from 0 in the order of the object; ``token`` is the store's own (an S3
-    ETag); ``checksum`` is the CRC-32 that the server computed or verified, None without one.
+    ETag); ``checksum`` is the CRC-32 that the server computed or verified, None without one;
+    ``md5`` what a listing tells of it in its stead.
     """
 
     number: int
     num_bytes: int
     token: str | None = None
     checksum: int | None = None
+    md5: str | None = None
 
 
 class StreamWriter(Protocol):

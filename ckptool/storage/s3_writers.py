@@ -6,7 +6,9 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -112,11 +114,9 @@ class S3Assembly:
                     raise ObjectMissingError(f"the upload of {self._where} is gone") from exc
                 raise
             for row in page.get("Parts") or ():
-                receipts.append(
-                    self._receipt(
-                        row["PartNumber"] - 1, row["Size"], row["ETag"], row.get("ChecksumCRC32")
-                    )
-                )
+                number, crc32 = row["PartNumber"] - 1, row.get("ChecksumCRC32")
+                receipt = self._receipt(number, row["Size"], row["ETag"], crc32)
+                receipts.append(replace(receipt, md5=_md5_of(row["ETag"])))
             if not page.get("IsTruncated"):
                 return receipts
             marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
@@ -156,7 +156,9 @@ class S3Assembly:
             return False
 
     def _receipt(self, number: int, num_bytes: int, etag: str, crc32: str | None) -> PartReceipt:
-        return PartReceipt(number, num_bytes, token=etag, checksum=_decode(crc32))
+        # a copy's ETag may come without the quotes that a listing gives it
+        token = f'"{etag.strip(chr(34))}"'
+        return PartReceipt(number, num_bytes, token=token, checksum=_decode(crc32))
 
     def _part(self, number: int) -> dict[str, Any]:
         return {**self._upload(), "PartNumber": number + 1}
@@ -287,6 +289,12 @@ def _completed(part: PartReceipt) -> dict[str, Any]:
     if part.checksum is not None:
         row["ChecksumCRC32"] = base64.b64encode(part.checksum.to_bytes(4, "big")).decode()
     return row
+
+
+def _md5_of(etag: str) -> str | None:
+    """An ETag is the MD5 of a part where nothing encrypts it; others never equal one."""
+    digits = etag.strip('"')
+    return digits if re.fullmatch(r"[0-9a-f]{32}", digits) else None
 
 
 def _decode(crc32: str | None) -> int | None:
