@@ -9,7 +9,7 @@ BASE: dict[str, dict[str, Any]] = {
     "run": {"steps": 4, "process_timeout_s": 60.0, "device": "cpu"},
     "model": {"dim": 32, "num_layers": 2, "num_heads": 4},
     "data": {"seq_len": 32, "global_batch": 8},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every": 2, "mode": "sync"},
 }
 
 
@@ -56,6 +56,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "compile": {"memory": {"compile": True, "compile_backend": "aot_eager"}},
     "fsdp1-compile": {"memory": {"compile": True, "compile_backend": "aot_eager"}, **fsdp1()},
+    "tp-compile": {
+        "memory": {"compile": True, "compile_backend": "aot_eager"},
+        "parallel": {"tp": 2},
+    },
+    "tp-recompute": {
+        "memory": {"activation_checkpointing": "selective"},
+        "parallel": {"tp": 2},
+    },
+    "tied": {"model": {"tied": True}},
+    "tp-tied": {"model": {"tied": True}, "parallel": {"tp": 2}},
     "mixed": {"precision": {"mode": "mixed"}},
     "bf16": {"precision": {"mode": "bf16"}},
     "fp16": {"precision": {"mode": "fp16"}},

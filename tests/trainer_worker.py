@@ -7,25 +7,32 @@ import os
 import shutil
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 
 def main() -> None:
     plan = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
+    # Made once: torch remembers a mesh's groups, and would look for those of an earlier job.
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     results: dict[str, Any] = {}
     for job in json.loads(plan.read_text()):
         results[job["name"]] = run_job(job, rank)
     Path(f"{plan}.{rank}").write_text(json.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from trainer.config_file import make_config
     from trainer.train import train
 
-    os.environ["MASTER_PORT"] = str(job["port"])
-    # The others wait for rank 0 where the process group is made.
+    # The others wait for rank 0 where the training makes its groups.
     if rank == 0 and "start_from" in job:
         step = Path(job["start_from"])
         shutil.copytree(step, Path(job["config"]["run"]["root"], step.name))

@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckptool.errors import UsageError
 from trainer.config import DataConfig, ModelConfig
 
-__all__ = ["Block", "Transformer", "complete_model_config", "hf_config"]
+__all__ = [
+    "Attention",
+    "Block",
+    "FeedForward",
+    "Rotary",
+    "Transformer",
+    "complete_model_config",
+    "hf_config",
+]
 
 
 def complete_model_config(

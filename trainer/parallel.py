@@ -42,7 +42,7 @@ def build_model(config: Config, model_config: ModelConfig, layout: Layout) -> nn
         assert layout.mesh is not None
         apply_tensor_parallel(model, layout.mesh["tp"])
     apply_activation_checkpointing(model, config.memory.activation_checkpointing)
-    compile_blocks(model, config.memory)
+    compile_blocks(model, config.memory, tp=layout.parallel.tp)
     if layout.parallel.strategy == "fsdp1":
         return fsdp1.shard_model(model, config, layout)
     if layout.parallel.strategy == "fsdp2":

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -18,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainer.config import MemoryConfig
-from trainer.model import Transformer
+from trainer.model import Attention, FeedForward, Transformer
 
 __all__ = ["apply_activation_checkpointing", "compile_blocks"]
 
@@ -42,12 +43,19 @@ def apply_activation_checkpointing(model: Transformer, mode: str) -> None:
         model.model.layers[index] = checkpoint_wrapper(block, **options)
 
 
-def compile_blocks(model: Transformer, config: MemoryConfig) -> None:
-    """Compile each block by itself: they are alike, so one compilation serves all."""
+def compile_blocks(model: Transformer, config: MemoryConfig, *, tp: int) -> None:
+    """Compile each block by itself: they are alike, so one compilation serves all.
+
+    Under tensor parallelism the two halves of a block, each: torch 2.13 computes wrong gradients,
+    silently, where a residual is added to a reduced output within one compiled region.
+    """
     if not config.compile:
         return
-    for block in model.model.layers:
-        block.compile(backend=config.compile_backend, fullgraph=False)
+    regions: list[nn.Module] = list(model.model.layers)
+    if tp > 1:
+        regions = [part for part in model.modules() if isinstance(part, (Attention, FeedForward))]
+    for region in regions:
+        region.compile(backend=config.compile_backend)
 
 
 def _selective_contexts() -> Any:
