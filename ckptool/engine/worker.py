@@ -26,7 +26,7 @@ from ckptool.storage.base import PartReceipt, Store
 
 __all__ = ["Sink", "StepResult", "Worker"]
 
-MAX_GAP_BYTES = 32 << 10
+MAX_GAP_BYTES = 8 << 10
 MAX_READ_BYTES = 16 << 20
 
 
