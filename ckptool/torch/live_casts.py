@@ -18,7 +18,13 @@ __all__ = ["cast_into"]
 _SINGLE = ("float32", "float16", "bfloat16")
 _SAME = {(a, b) for a in _SINGLE for b in _SINGLE} | {("float64", "float32")}
 _SAME |= {(a, "float64") for a in _SINGLE}
-_CPU_BYTES = 8 << 20  # scratch memory stays small
+_CPU_BYTES = 1 << 20  # scratch memory stays small, and in the cache
+_BITS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
 
 
 def cast_into(
@@ -44,17 +50,23 @@ def _cast(out: torch.Tensor, data: torch.Tensor, source: DType, target: DType) -
         return _cast_by_engine(out, data, source, target)
     before = data.view(torch_dtype(source))
     after = before.to(torch_dtype(target))
-    counts = torch.stack(
-        [
-            after.isnan().any().to(torch.int64),
-            (after.isinf() & before.isfinite()).sum(),
-            ((after == 0) & (before != 0)).sum(),
-        ]
-    ).tolist()
+    counts = [0, 0, 0]
+    if _is_suspicious(after):
+        nan = after.isnan().any()
+        overflows = (after.isinf() & before.isfinite()).sum()
+        underflows = ((after == 0) & (before != 0)).sum()
+        counts = torch.stack([nan.to(torch.int64), overflows, underflows]).tolist()
     if counts[0]:
         return _cast_by_engine(out, data, source, target)
     out.copy_(after.view(torch.uint8), non_blocking=True)
-    return int(counts[1]), int(counts[2])
+    return counts[1], counts[2]
+
+
+def _is_suspicious(after: torch.Tensor) -> bool:
+    """Whether a zero, an infinity or a NaN is there: one cheap pass over the bits tells."""
+    bits, infinity = _BITS[after.dtype]
+    low, high = torch.aminmax(after.view(bits) & torch.iinfo(bits).max)
+    return bool((low == 0) | (high >= infinity))
 
 
 def _cast_by_engine(

@@ -32,6 +32,7 @@ from ckptool.torch.shares import Offer, Share, assign_shares
 
 __all__ = ["Held", "LivePlan", "Wishes", "holdings_json", "plan_live", "read_holdings"]
 
+_LEAST_PART_BYTES = 256 << 10
 _PARTS_PER_BUDGET = 4  # one is filled, one travels, and at least two are written
 
 
@@ -216,8 +217,8 @@ def _steps(plan: Plan, limits: PartLimits, max_memory: int) -> list[Step]:
         size = choose_part_bytes(
             2 * output.num_bytes, bounds=bounds, preferred=min(limits.preferred_bytes, most)
         )
-        size = max(size, 2 * limits.min_bytes)
-        if size > max(most, 1):
+        size = max(size, 2 * limits.min_bytes, _LEAST_PART_BYTES)
+        if size > most:
             raise OverBudgetError(
                 f"{output.key} of {output.num_bytes} bytes is written in parts of {size} bytes, "
                 f"and max_memory holds {_PARTS_PER_BUDGET} parts: {max_memory} are too few",

@@ -85,3 +85,28 @@ def test_layout_exports_the_bytes_of_its_checkpoint(
     assert sorted(live) == sorted(ours)
     assert live == ours
     assert len(live) > 2 or "max_file_size" not in same
+
+
+def test_shards_are_written_where_they_are(exported: tuple[Path, list[RankEnd]]) -> None:
+    """Of shards on dim 0 only what is too small for a part of its own travels, and every rank
+    reports the same."""
+    _, ends = exported
+    reports = [end.result["fsdp2 0"][0] for end in ends]
+    for report in reports:
+        assert report["committed"]
+        assert report["num_parts"] >= 8
+        assert report["num_bytes_travelled"] < report["num_bytes"] / 4
+        assert report["num_bytes"] == reports[0]["num_bytes"] == sum(report["files"].values())
+
+
+def test_casts_say_what_they_lost(exported: tuple[Path, list[RankEnd]]) -> None:
+    """Overflows and underflows are counted over all ranks, whichever way a layout cut them."""
+    root, ends = exported
+    name = "model.blocks.0.norm.bias"
+    result = export(
+        str(root / "plain" / "run"), str(root / "counted"), **WISHES["some, renamed, cast twice"][0]
+    ).to_json()
+    assert result["casts"][name]["underflows"] > 200
+    for layout in LAYOUTS:
+        (report,) = ends[1].result[f"{layout} 2"]
+        assert report["casts"] == result["casts"], layout
