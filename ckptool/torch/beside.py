@@ -86,6 +86,7 @@ class Beside:
             attempt=save.attempt,
             name=step_name(save.step),
             key=shard_file_name(self._rank, 0, attempt=save.attempt),
+            compress=context.compress,
             verify_after_write=context.verify_after_write,
             on_alive=context.news.progress,
             why_stop=lambda: context.news.failure(save.attempt),

@@ -52,6 +52,9 @@ class Checkpointer:
     raised by the next call ("raise") or logged ("warn"); the last good step is untouched.
     ``storage_deadline_s`` bounds how long a request that fails is tried again;
     ``verify_after_write`` reads files back where the store does not check our checksums.
+    ``compress``: "zstd" compresses the items that get at least a tenth smaller, in DCP's own
+    ``stream.zstd/1`` form (stock torch reads it from 2.8 on); files are then sent in order, and
+    who needs a part of a compressed item has to read all of it.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Checkpointer:
         num_threads: int = 8,
         storage_deadline_s: float = 300.0,
         verify_after_write: bool = False,
+        compress: str | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -77,6 +81,8 @@ class Checkpointer:
         self._mode = _one_of("mode", mode, _MODES)
         _one_of("when_busy", when_busy, ("wait", "skip"))
         _one_of("on_failure", on_failure, ("raise", "warn"))
+        if compress is not None:
+            _one_of("compress", compress, ("zstd",))
         options = {"ckptool_deadline_s": storage_deadline_s, **(storage_options or {})}
         self._store = open_store(root, options=options)
         self._group = Group(timeout_s=process_timeout_s)
@@ -97,6 +103,8 @@ class Checkpointer:
             retention=Retention(keep_last, keep_every),
             num_threads=num_threads,
             verify_after_write=verify_after_write,
+            compress=compress,
+            max_staging_bytes=max_staging_bytes,
         )
         self._saver = Saver(
             context,

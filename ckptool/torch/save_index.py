@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.errors import UsageError
 from ckptool.formats.ckpt_index import Payload, Payloads
-from ckptool.model import Chunk, Chunks, Entry, Index, Item, TensorEntry, ValueEntry
+from ckptool.model import Chunk, Chunks, Entry, Index, TensorEntry, ValueEntry
 from ckptool.torch.commit import StoredObject
 from ckptool.torch.shard_items import ShardResult
 from ckptool.torch.shares import Offer, Share
@@ -60,12 +60,12 @@ def build_index(
         for share, row in zip(rank_shares, items, strict=False):
             offer = rank_offers[share.offer]
             payload = row.described(share.box.num_elements * offer.dtype.itemsize)
-            chunk = Chunk(share.box, Item(file, row.offset, row.length))
+            chunk = Chunk(share.box, row.stored_in(file))
             chunks.setdefault(offer.key, []).append((chunk, payload))
         for (key, path), row in zip(result.values, items[len(rank_shares) :], strict=True):
             if key in values or key in first:
                 raise UsageError(f"{key} was stored by two ranks", hint="put the rank into the key")
-            values[key] = ValueEntry(key, Item(file, row.offset, row.length), path)
+            values[key] = ValueEntry(key, row.stored_in(file), path)
     entries: dict[str, Entry] = {}
     payloads: dict[str, Payloads] = {}
     for key, offer in first.items():

@@ -43,6 +43,8 @@ class SaveContext:
     retention: Retention
     num_threads: int = 8
     verify_after_write: bool = False
+    compress: str | None = None
+    max_staging_bytes: int | None = None
 
 
 class Worker(Protocol):
@@ -102,6 +104,7 @@ class InProcess:
             context.run.child(folder),
             name,
             [*items, *values],
+            compress=context.compress is not None,
             num_threads=context.num_threads,
             verify_after_write=context.verify_after_write,
             on_part=on_part,

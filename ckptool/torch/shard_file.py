@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from ckptool.errors import CkptoolError, StorageError
 from ckptool.formats.crc import crc32, crc32_join
@@ -17,6 +18,7 @@ from ckptool.torch.shard_items import (
     ValueItem,
     file_num_bytes,
 )
+from ckptool.torch.shard_stream import stream_items
 
 __all__ = ["OnPart", "write_shard_file"]
 
@@ -30,6 +32,7 @@ def write_shard_file(
     items: Sequence[TensorItem | ValueItem],
     *,
     image: memoryview | None = None,
+    compress: bool = False,
     num_threads: int = 8,
     verify_after_write: bool = False,
     on_open: Callable[[str], None] = lambda token: None,
@@ -44,8 +47,16 @@ def write_shard_file(
     sent, and whether it is the last; ``verify_after_write`` reads the file back where the store
     did not check our checksums;
     ``should_stop`` is asked between parts, and its error raised. On any failure the upload is
-    aborted and the error raised.
+    aborted and the error raised. With ``compress``, items are compressed where that pays, and
+    the file is sent in order, because its length is known only afterwards.
     """
+    if compress:
+        writer = store.open_stream(key)
+        sent = stream_items(
+            writer, items, num_threads=num_threads, on_piece=on_part, should_stop=should_stop
+        )
+        shard = ShardResult(key, sent.num_bytes, sent.crc32, "size", sent.items)
+        return _compared(store, shard, sent.info, verify_after_write=verify_after_write)
     num_bytes = file_num_bytes(items)
     part_bytes = _part_bytes(store, num_bytes)
     cutter = Cutter(items, num_bytes=num_bytes, part_bytes=part_bytes, image=image)
@@ -57,16 +68,23 @@ def write_shard_file(
         )
     else:
         info, verified = _stream(store, key, cutter, image, on_part, should_stop)
-    if info.num_bytes != num_bytes:
+    whole = crc32_join(cutter.crcs)
+    shard = ShardResult(key, num_bytes, whole, verified, tuple(cutter.results))
+    return _compared(store, shard, info, verify_after_write=verify_after_write)
+
+
+def _compared(
+    store: Store, shard: ShardResult, info: ObjectInfo, *, verify_after_write: bool
+) -> ShardResult:
+    if info.num_bytes != shard.num_bytes:
         raise StorageError(
-            f"{store.url_of(key)} has {info.num_bytes} bytes, {num_bytes} were sent",
+            f"{store.url_of(shard.key)} has {info.num_bytes} bytes, {shard.num_bytes} were sent",
             hint="save again; look for another program that writes there",
         )
-    whole = crc32_join(cutter.crcs)
-    if verify_after_write and verified != "checksum":
-        _read_back(store, key, num_bytes, whole)
-        verified = "checksum"
-    return ShardResult(key, num_bytes, whole, verified, tuple(cutter.results))
+    if not verify_after_write or shard.verified == "checksum":
+        return shard
+    _read_back(store, shard.key, shard.num_bytes, shard.crc32)
+    return replace(shard, verified="checksum")
 
 
 def _read_back(store: Store, key: str, num_bytes: int, wanted: int) -> None:

@@ -17,6 +17,7 @@ from ckptool.formats.ckpt_index import BLOCK_BYTES
 from ckptool.formats.ckpt_index import Payload as PayloadFacts
 from ckptool.formats.crc import crc32, crc32_join
 from ckptool.formats.dcp_item import ItemFraming, encode_item
+from ckptool.model import Item
 
 __all__ = [
     "Cutter",
@@ -53,26 +54,37 @@ class ValueItem:
 
 @dataclass(frozen=True)
 class ItemResult:
-    """Where an item lies in its file; CRC-32s of its payload and of the payload's blocks."""
+    """Where an item lies in its file; CRC-32s of its payload and of the payload's blocks.
+
+    Of an item that ``transforms`` wrap, only the place is known.
+    """
 
     offset: int
     length: int
     payload_start: int = 0
     payload_crc32: int = 0
     block_crc32s: tuple[int, ...] = ()
+    transforms: tuple[str, ...] = ()
+
+    def stored_in(self, file: str) -> Item:
+        """The item as an index names it."""
+        return Item(file, self.offset, self.length, self.transforms)
 
     def described(self, num_bytes: int) -> PayloadFacts:
-        """What our index says of a payload of ``num_bytes``."""
+        """What our index says of a payload of ``num_bytes``; of a wrapped one, nothing."""
+        if self.transforms:
+            return PayloadFacts(None, None)
         offset = self.payload_start - self.offset
         return PayloadFacts(offset, num_bytes, self.payload_crc32, self.block_crc32s)
 
     def to_json(self) -> list[Any]:
         blocks = list(self.block_crc32s)
-        return [self.offset, self.length, self.payload_start, self.payload_crc32, blocks]
+        facts = [self.offset, self.length, self.payload_start, self.payload_crc32, blocks]
+        return [*facts, list(self.transforms)]
 
     @classmethod
     def from_json(cls, row: list[Any]) -> ItemResult:
-        return cls(row[0], row[1], row[2], row[3], tuple(row[4]))
+        return cls(row[0], row[1], row[2], row[3], tuple(row[4]), tuple(row[5]))
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class _Uploader:
                 key,
                 [*tensors, *_values(message)],
                 image=image,
+                compress=facts["compress"] is not None,
                 num_threads=self._threads,
                 verify_after_write=facts["verify_after_write"],
                 on_open=on_open,
