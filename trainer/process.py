@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ckptool.errors import UsageError
 from trainer.config import RunConfig
@@ -33,12 +35,32 @@ def process_group(config: RunConfig) -> Iterator[tuple[torch.device, int, int]]:
     mine = world_size > 1 and not dist.is_initialized()
     if mine:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.process_timeout_s))
+        timeout = timedelta(seconds=config.process_timeout_s)
+        store = _restart_store(timeout)
+        place: dict[str, Any] = {}
+        if store is not None:
+            place = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **place)
     derive_rng(seed=config.seed, rank=rank, step=0)
     yield device, rank, world_size
     # After an exception the peers may be stuck in a collective, and this would wait for them.
     if mine:
         dist.destroy_process_group()
+
+
+def _restart_store(timeout: timedelta) -> Store | None:
+    """Where a restart's ranks meet: torchrun's store, under a prefix of this restart.
+
+    torchrun keeps one store over its restarts, and ranks that find the addresses of the start
+    before in it try to reach the dead. None where no torchrun keeps a store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    return PrefixStore(f"training/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _make_deterministic() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import SIGKILLED, Ended, Ranks, losses
+from ranks import ROOT, SIGKILLED, Ended, Ranks, losses
 
 SMALL = (
     "run.device=cpu",
@@ -189,3 +192,40 @@ def test_restart_after_nan_stops_at_once(tmp_path: Path) -> None:
         ended = ranks.wait(timeout_s=60)
     assert ended[0].code == 77
     assert "step 1 " not in ended[0].output
+
+
+def test_elastic_restart_goes_on_by_itself(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """torchrun starts the ranks again, and they take up the newest committed step."""
+    root = tmp_path / "run"
+    arguments = command(root, "run.steps=12")[2:]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", "--max-restarts=2", "tests/trainer_dies_once.py"),
+            *arguments,
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "DIE_AFTER": str(root / "step-00000004" / ".metadata"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed from step" in done.stderr
+    assert exit_document(root)["restart"] == 1
+    assert losses(root) == undisturbed
+
+
+def test_old_steps_go_and_the_newest_stays(tmp_path: Path) -> None:
+    """``keep_last`` and ``keep_every`` let the others go, after each commit."""
+    root = tmp_path / "run"
+    keep = ("checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.keep_every=4")
+    assert [end.code for end in finish(root, "run.steps=11", *keep)] == [0, 0]
+    assert committed(root) == [4, 8, 10, 11]
+    kept = {f"step-{step:08d}" for step in (4, 8, 10, 11)}
+    assert {path.parent.name for path in root.glob("step-*/*")} == kept
