@@ -136,10 +136,16 @@ class CheckpointConfig:
     """When to save and what to keep; ``keep_last`` 0 keeps all.
 
     ``mode`` async saves beside the training, sync stops it. ``on_failure`` raise ends the run
-    when a save fails, warn goes on to the next save.
+    when a save fails, warn goes on to the next save. ``compress`` zstd compresses the tensors
+    that get at least a tenth smaller.
 
     ``import_full`` and ``export_full`` are one torch file of the whole model, read and written
     by rank 0: the legacy way, for hand-over from and to programs that know nothing else.
+
+    ``export_every`` steps, ``export_at_end`` and at SIGUSR2 the model is exported for inference
+    by all ranks, as a Hugging Face folder below ``export_to`` (empty: ``exports`` in the run),
+    in ``export_dtype`` (empty: as it is). ``export_mode`` snapshot exports a copy while the
+    training goes on, stop exports what is on the devices while it stands still.
     """
 
     every: int = 20
@@ -149,8 +155,14 @@ class CheckpointConfig:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     mode: str = "async"
     on_failure: str = "raise"
+    compress: str = "none"
     import_full: str = ""
     export_full: str = ""
+    export_every: int = 0
+    export_at_end: bool = False
+    export_to: str = ""
+    export_dtype: str = ""
+    export_mode: str = "snapshot"
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.fsdp1_wrap": ("block", "transformer", "size"),
     "checkpoint.mode": ("async", "sync"),
     "checkpoint.on_failure": ("raise", "warn"),
+    "checkpoint.compress": ("none", "zstd"),
+    "checkpoint.export_mode": ("snapshot", "stop"),
     "precision.mode": ("fp32", "mixed", "bf16", "fp16"),
     "precision.reduce_dtype": ("float32", "bfloat16"),
     "memory.activation_checkpointing": ("none", "full", "selective"),

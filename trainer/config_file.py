@@ -129,6 +129,7 @@ def _check(config: Config) -> None:
         ("data.bpe_vocab_size", config.data.bpe_vocab_size, 257),
         ("model.num_layers", config.model.num_layers, 1),
         ("checkpoint.every", config.checkpoint.every, 0),
+        ("checkpoint.export_every", config.checkpoint.export_every, 0),
         ("parallel.tp", parallel.tp, 1),
         ("parallel.dp_replicate", parallel.dp_replicate, 1),
         ("parallel.dp_shard", parallel.dp_shard, 0),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptool.torch import Checkpointer, SaveReport
 from trainer.estimate import Estimate
+from trainer.export import Exports
 from trainer.flops import peak_flops
 from trainer.memory import MemoryProbe
 from trainer.meter import Meter, StepResult
@@ -32,6 +33,7 @@ class Run:
     watchdog: Watchdog
     flops_per_token: float
     expected: Estimate
+    exports: Exports
     saved_step: int | None = None
     committed_step: int | None = None
 

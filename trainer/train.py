@@ -1,7 +1,7 @@
 """Turns a configuration into a trained, saved, resumable run. Read it top to bottom.
 
 ``train`` prepares one rank, resumes from the newest committed step, and loops: a look at
-whether to stop, a step, the losses when they are due, a save when it is due.
+whether to stop, a step, the losses when they are due, a save or an export when one is due.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ckptool.torch import Checkpointer
 from trainer.config import Config
 from trainer.data import DataStream, load_corpus
 from trainer.estimate import estimate
+from trainer.export import Exports, ExportSignal
 from trainer.flops import flops_per_token
 from trainer.full_state import export_full, import_full
 from trainer.layout import Layout, build_mesh, resolve_parallel
@@ -55,6 +56,7 @@ def train(config: Config) -> int:
         outcomes = OutcomeWriter(config, store, rank=rank)
         slack = 2 if device.type == "cuda" else 1
         preemption = Preemption(store, rank=rank, world_size=world_size, slack_steps=slack)
+        asked = ExportSignal(store, slack_steps=slack)
         run: Run | None = None
 
         def report(exit_code: int, reason: str) -> None:
@@ -64,10 +66,11 @@ def train(config: Config) -> int:
 
         watchdog = Watchdog(preemption, step_timeout_s=config.run.step_timeout_s, report=report)
         preemption.install()
+        asked.install()
         try:
             if _stopped_before(outcomes):
                 return NON_FINITE
-            run = _prepare(config, device, rank, world_size, preemption, watchdog)
+            run = _prepare(config, device, rank, world_size, preemption, watchdog, asked)
             code, reason = _loop(run)
             outcome = Outcome(code, run.state.step, run.committed_step, reason)
         except NonFiniteError as error:
@@ -80,6 +83,7 @@ def train(config: Config) -> int:
             raise
         finally:
             preemption.uninstall()
+            asked.uninstall()
             watchdog.stop()
         if rank == 0:
             outcomes.write(outcome)
@@ -97,6 +101,7 @@ def _prepare(
     world_size: int,
     preemption: Preemption,
     watchdog: Watchdog,
+    asked: ExportSignal,
 ) -> Run:
     """Build everything and resume; collective."""
     corpus = load_corpus(config.data)
@@ -123,6 +128,7 @@ def _prepare(
         process_timeout_s=config.run.process_timeout_s,
         mode=config.checkpoint.mode,
         on_failure=config.checkpoint.on_failure,
+        compress=None if config.checkpoint.compress == "none" else config.checkpoint.compress,
         layout=layout.facts(),
     )
     tokens_per_step = config.data.global_batch * config.data.seq_len
@@ -132,7 +138,8 @@ def _prepare(
     meter = Meter(num_tokens=tokens_per_step, num_copies=parallel.tp)
     metrics = Metrics(config, enabled=layout.is_main)
     expected = estimate(config, model_config, parallel)
-    run = Run(state, checkpointer, metrics, meter, preemption, watchdog, flops, expected)
+    exports = Exports(config, model_config, asked)
+    run = Run(state, checkpointer, metrics, meter, preemption, watchdog, flops, expected, exports)
     check_mesh(layout.mesh)
     check_optimizer(model, optimizer)
     resumed = config.run.resume and _resume(run)
@@ -156,6 +163,8 @@ def _resume(run: Run) -> bool:
     report = run.checkpointer.load(shared, rank_state=own)
     if report is None:
         return False
+    if "scaler" in own:
+        shared["scaler"] = own.pop("scaler")
     found = not any(key.startswith("rng.") for key in report.missing)
     state.restore(shared, own, found=found)
     run.saved_step = run.committed_step = state.step
@@ -180,11 +189,15 @@ def _loop(run: Run) -> tuple[int, str | None]:
         pace.step()
         last = state.step == config.run.steps
         save_due = _save_due(config, state.step, last=last)
-        if save_due or last or state.step % config.run.log_every == 0:
+        export_due = run.exports.due(state.step, last=last)
+        if save_due or export_due or last or state.step % config.run.log_every == 0:
             flush_losses(run)
         if save_due:
             _save(run)
+        if export_due:
+            _export(run)
         note_saves(run)
+        run.exports.note(state, run.metrics)
     run.watchdog.progress("finishing the last save")
     _finish_saves(run)
     if config.checkpoint.export_full:
@@ -195,9 +208,10 @@ def _loop(run: Run) -> tuple[int, str | None]:
 
 
 def _finish_saves(run: Run) -> None:
-    """Wait for what is in flight, and leave the checkpointer; collective."""
+    """Wait for what is in flight, exports too, and leave the checkpointer; collective."""
     run.checkpointer.wait()
     note_saves(run)
+    run.exports.finish(run.state, run.metrics)
     run.checkpointer.close()
 
 
@@ -207,6 +221,7 @@ def _leave(run: Run) -> tuple[int, str | None]:
     left_s = run.preemption.agree(state.step)
     if left_s is None:
         return PREEMPTED_UNSAVED, "told to go, and a peer is silent: no save was tried"
+    run.exports.break_off()
     flush_losses(run)
     if run.saved_step == state.step:
         _wait_committed(run, timeout_s=left_s)
@@ -237,6 +252,13 @@ def _save(run: Run) -> None:
     run.saved_step = state.step
     run.metrics.write("stall", step=state.step, seconds=report.blocked_s)
     note_saves(run, report)
+    run.meter.restart_clock()
+
+
+def _export(run: Run) -> None:
+    """Export the model as it is after ``state.step`` steps, or start to; collective."""
+    run.watchdog.progress(f"exporting step {run.state.step}")
+    run.exports.start(run.state, run.metrics)
     run.meter.restart_clock()
 
 
