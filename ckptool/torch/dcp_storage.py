@@ -139,7 +139,7 @@ class CkptoolWriter(StorageWriter):
         for result in chain.from_iterable(results):
             key, row, num_bytes, crc, verified = result.storage_data
             item = ItemResult.from_json(row)
-            items[result.index] = (Item(key, item.offset, item.length), item)
+            items[result.index] = (item.stored_in(key), item)
             objects[key] = StoredObject(key, num_bytes, crc, verified)
         index, payloads = index_of(metadata, items)
         facts = Commit(
