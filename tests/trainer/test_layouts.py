@@ -9,6 +9,8 @@ import pytest
 from ranks import losses, metric, run_jobs
 from trainer_jobs import LAYOUTS, VARIANTS, config_tree
 
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the whole star
+
 CANONICAL = "fsdp2"
 STEP = "step-00000002"
 NO_SAVE: dict[str, Any] = {"checkpoint": {"every": 0, "final": False}}
@@ -125,6 +127,7 @@ def test_variant_keeps_names_and_numbers(variants: Path, name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2400)
 def test_every_layout_resumes_every_other(star: Path) -> None:
     """The full matrix: any layout goes on from any other's step."""
     jobs = [
@@ -137,7 +140,7 @@ def test_every_layout_resumes_every_other(star: Path) -> None:
         for target in LAYOUTS
         if CANONICAL not in (source, target)
     ]
-    assert _codes(run_jobs(jobs, num_ranks=4, folder=star, timeout_s=1200)) == {0}
+    assert _codes(run_jobs(jobs, num_ranks=4, folder=star, timeout_s=1800)) == {0}
     whole = {step: loss for step, loss in losses(star / CANONICAL).items() if step > 2}
     for job in jobs:
         assert losses(star / job["name"]) == pytest.approx(whole, rel=1e-4), job["name"]
