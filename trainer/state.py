@@ -59,15 +59,23 @@ class TrainState:
         """What only this rank stores."""
         return {"rng": {str(self.layout.rank): capture_rng(self.layout.device)}}
 
+    def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a load fills: what every checkpoint has, and what it may lack (this rank's
+        generators on more ranks than before, a scaler where the run was not fp16)."""
+        shared, own = self.capture(), self.capture_rank()
+        if self.scaler is not None:
+            own["scaler"] = shared.pop("scaler")
+        return shared, own
+
     def restore(self, stored: Mapping[str, Any], own: Mapping[str, Any], *, found: bool) -> None:
-        """Take back what the two captures gave, filled by a load; collective.
+        """Take back what ``templates`` gave, filled by a load; collective.
 
         ``found`` says whether the checkpoint had this rank's generators.
         """
         self.data.restore(stored["data"])
         self.step, self.tokens = int(stored["step"]), int(stored["tokens"])
-        if self.scaler is not None and stored.get("scaler"):
-            self.scaler.restore(stored["scaler"])
+        if self.scaler is not None:
+            self.scaler.restore(own["scaler"])
         groups = stored["optim"]["param_groups"]
         apply_hyperparameters(groups, self.config.optim, device=self.layout.device)
         set_model_state_dict(self.model, stored["model"])

@@ -157,14 +157,10 @@ def _prepare(
 def _resume(run: Run) -> bool:
     """Load the newest committed step; whether there is one. Collective."""
     state = run.state
-    shared, own = state.capture(), state.capture_rank()
-    if "scaler" in shared:
-        own["scaler"] = shared.pop("scaler")  # a run that was not fp16 so far has none
+    shared, own = state.templates()
     report = run.checkpointer.load(shared, rank_state=own)
     if report is None:
         return False
-    if "scaler" in own:
-        shared["scaler"] = own.pop("scaler")
     found = not any(key.startswith("rng.") for key in report.missing)
     state.restore(shared, own, found=found)
     run.saved_step = run.committed_step = state.step

@@ -103,6 +103,41 @@ def test_whole_model_travels_as_one_torch_file(tmp_path: Path) -> None:
     assert taken[0] < losses(tmp_path / "fresh")[1] - 0.05
 
 
+def test_scaler_is_saved_and_resumed(tmp_path: Path) -> None:
+    """An fp16 run goes on with the loss scale that it had; one that was fp32 starts afresh."""
+    fp16 = {"precision": {"mode": "fp16", "fp16_growth_steps": 1, "fp16_initial_scale": 2.0}}
+    step = str(tmp_path / "whole" / "step-00000002")
+    plain = str(tmp_path / "plain" / "step-00000002")
+    jobs = [
+        {"name": "whole", "config": config_tree(tmp_path / "whole", **fp16)},
+        {"name": "plain", "config": config_tree(tmp_path / "plain")},
+        {"name": "again", "start_from": step, "config": config_tree(tmp_path / "again", **fp16)},
+        {"name": "late", "start_from": plain, "config": config_tree(tmp_path / "late", **fp16)},
+    ]
+    run_jobs(jobs, num_ranks=2, folder=tmp_path)
+    assert _scale(tmp_path / "whole", 2) == 8.0
+    assert _scale(tmp_path / "whole", 4) == _scale(tmp_path / "again", 4) == 32.0
+    assert _scale(tmp_path / "late", 4) == 8.0
+
+
+def _scale(run: Path, step: int) -> float:
+    from ckptool.torch import Checkpointer
+
+    state = {"scaler": {"scale": 0.0, "good_steps": 0}}
+    with Checkpointer(str(run), mode="sync") as checkpointer:
+        checkpointer.load(state, step=step)
+    return state["scaler"]["scale"]
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    """With TensorBoard installed, the same numbers go there."""
+    pytest.importorskip("tensorboard")
+    config = config_tree(tmp_path / "run", run={"steps": 2}, metrics={"tensorboard": True})
+    run_jobs([{"name": "run", "config": config}], num_ranks=1, folder=tmp_path)
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.*")
+    assert b"step/loss" in file.read_bytes()
+
+
 def test_memory_is_as_estimated(tmp_path: Path) -> None:
     """A run reports what it holds after a step beside the estimate, and they agree."""
     jobs = [
