@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench_ranks import join_ranks, start_ranks
 from bench_save_steps import measure_steps
 from simulated_ranks import load_as, save_as
 
@@ -30,45 +28,15 @@ def main() -> None:
     if spec["job"] == "amplification":
         print(json.dumps(_amplification(spec)))
     elif "RANK" not in os.environ:
-        _start(spec)
+        start_ranks(__file__, spec)
     else:
         _rank(spec)
 
 
-def _start(spec: dict[str, Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, json.dumps(spec)],
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(spec["num_ranks"]),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(spec["num_ranks"])
-    ]
-    codes = [rank.wait() for rank in ranks]
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
-
-
 def _rank(spec: dict[str, Any]) -> None:
-    import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")
-    backend = "cpu:gloo"
-    if spec["device"] == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
+    join_ranks(spec["device"])
     result = measure_steps(spec) if spec["job"] == "steps" else _server(spec)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measure_steps"]
+__all__ = ["Training", "measure_steps"]
 
 _BYTES_PER_PARAMETER = 12  # weight and two moments in fp32
 
@@ -23,7 +23,7 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
 
     from ckptool.torch import Checkpointer
 
-    training = _Training(spec)
+    training = Training(spec)
     num_steps = spec["num_steps"]
     root = Path(spec["url"])
     checkpointer = Checkpointer(str(root / "ours"), keep_last=1)
@@ -55,7 +55,9 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Training:
+class Training:
+    """A model in training on this rank, of about ``state_bytes`` with its optimizer."""
+
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
         import torch.distributed as dist
@@ -128,7 +130,7 @@ class _Training:
         called_s = time.perf_counter() - started
         times = self.steps(1)
         times[0] += called_s
-        while len(times) < at_least or not self._all(bool(checkpointer.finished())):
+        while len(times) < at_least or not self.on_all(bool(checkpointer.finished())):
             times.append(self.step())
             if len(times) > 40 * at_least:
                 break
@@ -146,7 +148,7 @@ class _Training:
         future.result()
         return _summary(times, called_s)
 
-    def _all(self, mine: bool) -> bool:
+    def on_all(self, mine: bool) -> bool:
         """Whether it is so on every rank; the ranks must make the same number of steps."""
         import torch.distributed as dist
 
@@ -158,7 +160,7 @@ class _Training:
         return bool(flag.item())
 
 
-def _staging(training: _Training, checkpointer: Any, spec: dict[str, Any]) -> dict[str, Any]:
+def _staging(training: Training, checkpointer: Any, spec: dict[str, Any]) -> dict[str, Any]:
     """Blocking staging beside the bare copy of the same bytes into the same kept memory."""
     import torch.distributed as dist
 
@@ -196,7 +198,7 @@ def _bare_copy(sources: list[Any], memory: Any) -> None:
         at += len(source)
 
 
-def _timed(training: _Training, work: Any) -> float:
+def _timed(training: Training, work: Any) -> float:
     if training.device == "cuda":
         training.torch.cuda.synchronize()
     started = time.perf_counter()
