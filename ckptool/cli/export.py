@@ -18,7 +18,7 @@ from ckptool.cli.options import (
 )
 from ckptool.cli.output import Output
 from ckptool.cli.rename import read_renames
-from ckptool.cli.report import print_report, say_discarded
+from ckptool.cli.report import print_dry_run, print_report, say_discarded
 from ckptool.cli.text import count, size, some
 from ckptool.operations.export import ExportResult, discard_export, export
 
@@ -93,7 +93,7 @@ def _print(out: Output, result: ExportResult) -> None:
     for key, reason in result.values_left_out.items():
         out.line(f"note: value {key!r} left out: {reason}")
     if report is None:
-        out.line("  dry run: nothing was written")
+        print_dry_run(out, result.parts)
         return
     print_report(out, report)
 

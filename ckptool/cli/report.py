@@ -5,8 +5,24 @@ from __future__ import annotations
 from ckptool.cli.output import Output
 from ckptool.cli.text import count, size, some
 from ckptool.engine.run import RunReport
+from ckptool.planning.copies import PartsSummary
 
-__all__ = ["print_report", "say_discarded"]
+__all__ = ["print_dry_run", "print_report", "say_discarded"]
+
+
+def print_dry_run(out: Output, parts: PartsSummary | None) -> None:
+    """The end of ``--dry-run``; with ``--probe``, who would move how many bytes."""
+    if parts is not None:
+        out.line(
+            f"  {count(parts.num_parts, 'part')}: {size(parts.num_bytes_copied)} copied by the "
+            f"server itself, {size(parts.num_bytes_sent)} through this machine"
+        )
+        if parts.num_intermediates:
+            out.line(
+                f"  too many parts for one object: {parts.num_intermediates} intermediate objects "
+                "are assembled first and copied together by the server"
+            )
+    out.line("  dry run: nothing was written")
 
 
 def print_report(out: Output, report: RunReport) -> None:

@@ -15,7 +15,7 @@ from ckptool.cli.options import (
     run_options,
 )
 from ckptool.cli.output import Output
-from ckptool.cli.report import print_report, say_discarded
+from ckptool.cli.report import print_dry_run, print_report, say_discarded
 from ckptool.cli.text import count, size, some
 from ckptool.operations.reshard import ReshardResult, discard_reshard, reshard
 
@@ -87,7 +87,7 @@ def _print(out: Output, result: ReshardResult) -> None:
         out.line(f"note: {some(layout.rank_bound)} hold a rank number of the old world size")
     report = result.report
     if report is None:
-        out.line("  dry run: nothing was written")
+        print_dry_run(out, result.parts)
         return
     print_report(out, report)
     out.say(f"next: ckptool validate {result.dest_url} --read-data")

@@ -30,10 +30,12 @@ from ckptool.operations.transfer import (
     Transfer,
     discard,
     how_for,
+    parts_of,
     require_new_or_resumed,
     transfer,
     transfer_json,
 )
+from ckptool.planning.copies import PartsSummary
 from ckptool.planning.digest import plan_digest
 from ckptool.planning.export import ExportLayout, plan_layout
 from ckptool.planning.export_bytes import plan_safetensors, plan_torch
@@ -53,7 +55,8 @@ class ExportResult:
     """What an export did, or with ``dry_run`` would do.
 
     ``values_left_out`` maps the keys of chosen values that the format cannot carry to the
-    reason. ``report`` is None for a dry run, ``plan`` is None unless items were probed.
+    reason. ``report`` is None for a dry run; ``plan`` is None unless items were probed, and
+    ``parts`` then says what a dry run would cost.
     """
 
     source_url: str
@@ -63,6 +66,7 @@ class ExportResult:
     values_left_out: Mapping[str, str]
     plan: Plan | None
     report: RunReport | None
+    parts: PartsSummary | None = None
 
     def to_json(self) -> dict[str, Any]:
         report = self.report
@@ -84,6 +88,7 @@ class ExportResult:
             "files": None
             if self.plan is None
             else [{"name": o.key, "num_bytes": o.num_bytes} for o in self.plan.outputs],
+            "parts": self.parts and self.parts.to_json(),
             **transfer_json(report),
         }
 
@@ -153,8 +158,10 @@ def export(
     plan = None
     if probe_items or not dry_run:
         plan = _plan(checkpoint, layout, trees, how.num_jobs(checkpoint.store), progress)
-    report = None
-    if plan is not None and not dry_run:
+    report = parts = None
+    if plan is not None and dry_run:
+        parts = parts_of(plan, checkpoint.store, dest, how)
+    elif plan is not None:
         request = {"format": form.format, "dtype": dtype, "tensors": len(layout.tensors)}
         header = JournalHeader(
             "export",
@@ -165,7 +172,9 @@ def export(
         )
         job = Transfer(plan, checkpoint.store, dest, how, form.journal_key, header, resume)
         report = _write(job, layout, progress)
-    return ExportResult(checkpoint.url, dest_url, layout, dry_run, trees.left_out, plan, report)
+    return ExportResult(
+        checkpoint.url, dest_url, layout, dry_run, trees.left_out, plan, report, parts
+    )
 
 
 def discard_export(dest_url: str, *, dest_options: Mapping[str, Any] | None = None) -> None:

@@ -23,10 +23,12 @@ from ckptool.operations.transfer import (
     Transfer,
     discard,
     how_for,
+    parts_of,
     require_new_or_resumed,
     transfer,
     transfer_json,
 )
+from ckptool.planning.copies import PartsSummary
 from ckptool.planning.digest import plan_digest
 from ckptool.planning.reshard import ReshardLayout, plan_layout
 from ckptool.planning.reshard_bytes import ReshardBytes, items_by_file, moved, plan_bytes
@@ -43,7 +45,7 @@ class ReshardResult:
     """What a reshard did, or with ``dry_run`` would do.
 
     ``report`` and ``metadata_num_bytes`` are None for a dry run; ``planned`` is None unless
-    items were probed.
+    items were probed, and ``parts`` then says what a dry run would cost.
     """
 
     source_url: str
@@ -54,6 +56,7 @@ class ReshardResult:
     planned: ReshardBytes | None
     report: RunReport | None
     metadata_num_bytes: int | None
+    parts: PartsSummary | None = None
 
     def to_json(self) -> dict[str, Any]:
         plan = None if self.planned is None else self.planned.plan
@@ -67,6 +70,7 @@ class ReshardResult:
             "files": None
             if plan is None
             else [{"name": o.key, "num_bytes": o.num_bytes} for o in plan.outputs],
+            "parts": self.parts and self.parts.to_json(),
             **transfer_json(report),
         }
 
@@ -112,7 +116,10 @@ def reshard(
     if probe_items or not dry_run:
         planned = _plan(checkpoint, layout, how, how.num_jobs(checkpoint.store), progress)
     if dry_run or planned is None:
-        return ReshardResult(checkpoint.url, dest_url, layout, merge, True, planned, None, None)
+        parts = None if planned is None else parts_of(planned.plan, checkpoint.store, dest, how)
+        return ReshardResult(
+            checkpoint.url, dest_url, layout, merge, True, planned, None, None, parts
+        )
     request = {"to": to, "merge": merge, "compress": compress}
     header = JournalHeader(
         "reshard",

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.engine.cutting import summarise_plan
 from ckptool.engine.journal import Journal, JournalHeader, find_journal
 from ckptool.engine.run import How, RunReport, run_plan
 from ckptool.engine.sinks import Writing
@@ -22,6 +23,7 @@ from ckptool.errors import (
     StorageError,
     UsageError,
 )
+from ckptool.planning.copies import PartsSummary
 from ckptool.planning.plan import Payload, Plan
 from ckptool.progress import Progress
 from ckptool.storage.base import Store
@@ -30,6 +32,7 @@ __all__ = [
     "Transfer",
     "discard",
     "how_for",
+    "parts_of",
     "require_new_or_resumed",
     "transfer",
     "transfer_json",
@@ -64,6 +67,11 @@ def how_for(how: How, source: Store, dest: Store, *, whole_parts: bool = True) -
                     url=store.url,
                 )
     return replace(how, server_copy=whole_parts and dest.copies_from(source))
+
+
+def parts_of(plan: Plan, source: Store, dest: Store, how: How) -> PartsSummary:
+    """What a plan would cost between two stores."""
+    return summarise_plan(plan, dest, how, num_jobs=how.num_jobs(source, dest))
 
 
 def transfer_json(report: RunReport | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ckptool.planning.parts import Bounds, Step, needed_payloads, segment_at, slice_output
 from ckptool.planning.plan import Copy, Output, Place, Tail
@@ -67,6 +68,15 @@ class PartsSummary:
             self.num_bytes_sent + other.num_bytes_sent,
             self.num_intermediates + other.num_intermediates,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_parts": self.num_parts,
+            "num_parts_copied_by_server": self.num_parts_copied,
+            "num_bytes_copied_by_server": self.num_bytes_copied,
+            "num_bytes_sent": self.num_bytes_sent,
+            "num_intermediate_objects": self.num_intermediates,
+        }
 
 
 def is_copy(step: Step, *, min_bytes: int, last: bool) -> bool:

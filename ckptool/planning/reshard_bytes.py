@@ -74,12 +74,6 @@ def plan_bytes(
     fresh: set[Item] = set()
     for rank, rows in enumerate(ordered_chunks(index, layout)):
         file = _File(shard_file_name(rank, 0), checks if server_copy else None)
-        if rank == 0:
-            for key in layout.values:
-                entry = index.entries[key]
-                assert isinstance(entry, ValueEntry) and entry.item is not None
-                item = file.literal(values[key], entry.item.transforms)
-                new_values[key] = replace(entry, item=item)
         for chunk, _ in rows:
             used = [sources[chunk.entry, i] for i in chunk.sources]
             if chunk.keep:
@@ -92,6 +86,10 @@ def plan_bytes(
                 item = file.new(entry, chunk, used)
                 fresh.add(item)
             placed.setdefault(chunk.entry, []).append(Chunk(chunk.box, item))
+        for key in layout.values if rank == 0 else ():  # last: what ends a file may be small
+            value = index.entries[key]
+            assert isinstance(value, ValueEntry) and value.item is not None
+            new_values[key] = replace(value, item=file.literal(values[key], value.item.transforms))
         if file.segments:
             outputs.append(Output.of(file.name, file.segments))
     return ReshardBytes(
