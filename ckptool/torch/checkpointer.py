@@ -46,10 +46,14 @@ class Checkpointer:
 
     ``mode``: "async" stages a save in host memory (as much as this rank's share of the state,
     kept between saves) and uploads it from a process beside this one while the training goes
-    on; "sync" returns once it is committed, and needs a few MiB. With ``max_staging_bytes``, a
-    save that needs more is made in "sync" mode. ``when_busy``: a save that finds another one in
-    flight waits for it ("wait") or is left out ("skip"). ``on_failure``: a failed save is
-    raised by the next call ("raise") or logged ("warn"); the last good step is untouched.
+    on; "sync" stages and uploads part after part while the training waits, and returns once
+    it is committed. ``max_staging_bytes`` is for hosts too small for the whole share: a save that
+    needs more is made in "sync" mode, with no more parts of 16 MiB in memory at once than fit in
+    it, four at least ("zstd" holds back 64 MiB besides).
+
+    ``when_busy``: a save that finds another one in flight waits for it ("wait") or is left out
+    ("skip"). ``on_failure``: a failed save is raised by the next call ("raise") or logged
+    ("warn"); the last good step is untouched.
     ``storage_deadline_s`` bounds how long a request that fails is tried again;
     ``verify_after_write`` reads files back where the store does not check our checksums.
     ``compress``: "zstd" compresses the items that get at least a tenth smaller, in DCP's own

@@ -24,7 +24,7 @@ from ckptool.torch.retention import Retention
 from ckptool.torch.save_commit import CommitOrder, commit_rows
 from ckptool.torch.save_index import RankResult
 from ckptool.torch.save_plan import RankSave
-from ckptool.torch.shard_file import write_shard_file
+from ckptool.torch.shard_file import threads_within, write_shard_file
 from ckptool.torch.shard_items import Payload, ShardResult, TensorItem, ValueItem
 from ckptool.torch.shares import Share
 
@@ -100,12 +100,18 @@ class InProcess:
             part_fault(number, is_last, rank=rank)
             context.news.progress()
 
+        store = context.run.child(folder)
+        num_threads = threads_within(
+            context.max_staging_bytes,
+            num_threads=context.num_threads,
+            part_bytes=store.part_limits.preferred_bytes,
+        )
         return write_shard_file(
-            context.run.child(folder),
+            store,
             name,
             [*items, *values],
             compress=context.compress is not None,
-            num_threads=context.num_threads,
+            num_threads=num_threads,
             verify_after_write=context.verify_after_write,
             on_part=on_part,
             should_stop=lambda: context.news.failure(save.attempt),

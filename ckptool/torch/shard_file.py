@@ -20,7 +20,7 @@ from ckptool.torch.shard_items import (
 )
 from ckptool.torch.shard_stream import stream_items
 
-__all__ = ["OnPart", "write_shard_file"]
+__all__ = ["OnPart", "threads_within", "write_shard_file"]
 
 OnPart = Callable[[int, bool], None]
 _READ_BYTES = 16 << 20
@@ -71,6 +71,16 @@ def write_shard_file(
     whole = crc32_join(cutter.crcs)
     shard = ShardResult(key, num_bytes, whole, verified, tuple(cutter.results))
     return _compared(store, shard, info, verify_after_write=verify_after_write)
+
+
+def threads_within(budget: int | None, *, num_threads: int, part_bytes: int) -> int:
+    """How many parts may be sent at once, so that all that are in memory fit; at least one.
+
+    A thread holds a part and, where that is joined, its fragments; two more parts wait.
+    """
+    if budget is None:
+        return num_threads
+    return max(1, min(num_threads, (budget // part_bytes - 2) // 2))
 
 
 def _compared(
