@@ -6,6 +6,7 @@ travel, unless forwarding was asked for over TLS.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,9 @@ from ckptool.storage.base import StoreRecipe
 __all__ = ["DaskCluster", "without_secrets"]
 
 _TASK_RETRIES = 3
+_CONNECT_TIMEOUT_S = 15
 _SECRET_WORDS = ("key", "secret", "token", "password", "passwd", "credential", "username", "user")
+_PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]*@")
 _WORKERS: dict[Any, Worker] = {}
 
 
@@ -91,7 +94,7 @@ class DaskCluster:
 
 def _client(client_class: Any, address: str) -> Any:
     """Dask's classes have no types."""
-    return client_class(address, timeout=30, set_as_default=False)
+    return client_class(address, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
 
 
 def without_secrets(recipe: StoreRecipe) -> StoreRecipe:
@@ -99,12 +102,17 @@ def without_secrets(recipe: StoreRecipe) -> StoreRecipe:
     return StoreRecipe(recipe.url, _cleaned(dict(recipe.options)))
 
 
-def _cleaned(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _cleaned(value) if isinstance(value, dict) else value
-        for name, value in options.items()
-        if not any(word in name.lower() for word in _SECRET_WORDS)
-    }
+def _cleaned(value: Any) -> Any:
+    """An option without what is named like a secret, and without URLs that hold a password."""
+    if isinstance(value, dict):
+        return {
+            name: _cleaned(some)
+            for name, some in value.items()
+            if not any(word in str(name).lower() for word in _SECRET_WORDS)
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cleaned(some) for some in value)
+    return None if isinstance(value, str) and _PASSWORD_IN_URL.search(value) else value
 
 
 def _public(recipe: WorkerRecipe) -> WorkerRecipe:
