@@ -157,6 +157,7 @@ def _steps(
         number = 0
         while len(times) < num_steps:
             place = folder / f"{turn}{number}"
+            exporter.finished()  # those of earlier exports, which would end this turn at once
             started = time.perf_counter()
             exporter.export(model, str(place), mode="snapshot")
             called_s = time.perf_counter() - started
