@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from ckptool.errors import CkptoolError, NotEmptyError
@@ -84,7 +85,7 @@ class ExportSignal:
 
 
 class Exports:
-    """The exports of a run; ``start``, ``finish`` and making one are collective."""
+    """The exports of a run; ``prepare``, ``start`` and ``finish`` are collective."""
 
     def __init__(self, config: Config, model: ModelConfig, asked: ExportSignal) -> None:
         self._config: CheckpointConfig = config.checkpoint
@@ -98,8 +99,14 @@ class Exports:
         self._beside = {"config.json": json.dumps(facts, indent=2).encode() + b"\n"}
         self._exporter: LiveExporter | None = None
         self._steps: dict[str, int] = {}
-        if config.checkpoint.export_every or config.checkpoint.export_at_end:
-            self._exporter = self._open()  # now: it learns which optimizer to stage around
+
+    def prepare(self, model: nn.Module) -> None:
+        """Before the first step, where exports are planned: learn of its optimizer, pin memory."""
+        if not self._config.export_every and not self._config.export_at_end:
+            return
+        self._exporter = self._open()
+        if self._config.export_mode == "snapshot":
+            self._exporter.prepare(model)
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to export after ``step`` steps; call it once at every boundary."""

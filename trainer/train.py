@@ -146,6 +146,7 @@ def _prepare(
     if config.checkpoint.import_full and not resumed:
         import_full(model, config.checkpoint.import_full, device=device)
     check_same_start(model, data.samples(), layout)
+    exports.prepare(model)
     if layout.is_main:
         log.info("%s; %d parameters", layout.describe(), model_config.num_parameters)
         for warning in warnings_of(config, layout, expected, device_bytes=memory_of(device)):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ckptool.errors import StorageError
 from ckptool.torch.group import Group
 
-__all__ = ["Exchange", "GlooExchange", "NcclExchange", "choose_exchange"]
+__all__ = ["Exchange", "GlooExchange", "NcclExchange", "choose_exchange", "common_device"]
 
 
 class Exchange(Protocol):
@@ -79,10 +79,17 @@ class NcclExchange:
 
 
 def choose_exchange(group: Group, device: torch.device) -> Exchange:
-    """What suits bytes on ``device``; collective."""
+    """What suits bytes on ``device``, of one type on all ranks; collective."""
     if group.size == 1 or device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config():
         return GlooExchange(group)
     return NcclExchange(device)
+
+
+def common_device(group: Group, *, on_gpu: bool) -> torch.device:
+    """Where all ranks make pieces: on their GPUs, if any rank's bytes are on one; collective."""
+    if b"gpu" in group.all_gather(b"gpu" if on_gpu else b"cpu"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _wait(work: dist.Work) -> None:

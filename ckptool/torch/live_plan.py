@@ -19,7 +19,7 @@ from ckptool.errors import OverBudgetError, UsageError
 from ckptool.model import Chunks, Entry, Index, Path, TensorEntry, ValueEntry
 from ckptool.planning.export import ExportLayout, plan_layout
 from ckptool.planning.export_bytes import plan_safetensors
-from ckptool.planning.keys import choose
+from ckptool.planning.keys import Choice, choose
 from ckptool.planning.parts import Bounds, Step, choose_part_bytes
 from ckptool.planning.plan import Plan
 from ckptool.planning.sources import Source
@@ -30,7 +30,15 @@ from ckptool.torch.live_pieces import live_source
 from ckptool.torch.local_state import LocalState
 from ckptool.torch.shares import Offer, Share, assign_shares
 
-__all__ = ["Held", "LivePlan", "Wishes", "holdings_json", "plan_live", "read_holdings"]
+__all__ = [
+    "Held",
+    "LivePlan",
+    "Wishes",
+    "choose_shares",
+    "holdings_json",
+    "plan_live",
+    "read_holdings",
+]
 
 _LEAST_PART_BYTES = 256 << 10
 _PARTS_PER_BUDGET = 4  # one is filled, one travels, and at least two are written
@@ -124,15 +132,8 @@ def plan_live(
     ``require`` refuses layouts that the format cannot hold. Raises UsageError, RefusedError
     and its children, on every rank alike.
     """
+    choice, chosen, shares = choose_shares(held, wishes)
     index = _index(held)
-    choice = choose(
-        index,
-        everything=wishes.everything,
-        only=wishes.only,
-        exclude=wishes.exclude,
-        strip_prefix=wishes.strip_prefix,
-        rename=wishes.rename,
-    )
     layout = plan_layout(
         index,
         choice,
@@ -142,17 +143,31 @@ def plan_live(
         dtype=wishes.dtype,
     )
     require(layout)
-    keys = {tensor.key for tensor in layout.tensors}
-    chosen = tuple(
-        tuple(i for i, offer in enumerate(row) if offer.key in keys) for row in held.offers
-    )
     offers = [[row[i] for i in numbers] for row, numbers in zip(held.offers, chosen, strict=True)]
-    shares = assign_shares(offers)
-    sources = _sources(index, keys, offers, shares)
+    sources = _sources(index, offers, shares)
     plan = plan_safetensors(layout, sources=sources, metadata={"format": "pt"})
     steps = _steps(plan, limits, max_memory)
     parts = assign_parts(steps, num_ranks=len(offers), writer=writer)
-    return LivePlan(layout, plan, chosen, tuple(map(tuple, shares)), tuple(parts))
+    return LivePlan(layout, plan, chosen, shares, tuple(parts))
+
+
+def choose_shares(
+    held: Held, wishes: Wishes
+) -> tuple[Choice, tuple[tuple[int, ...], ...], tuple[tuple[Share, ...], ...]]:
+    """The entries, the numbers of each rank's offers of them, and each rank's shares."""
+    choice = choose(
+        _index(held),
+        everything=wishes.everything,
+        only=wishes.only,
+        exclude=wishes.exclude,
+        strip_prefix=wishes.strip_prefix,
+        rename=wishes.rename,
+    )
+    chosen = tuple(
+        tuple(i for i, offer in enumerate(row) if offer.key in choice.names) for row in held.offers
+    )
+    offers = [[row[i] for i in numbers] for row, numbers in zip(held.offers, chosen, strict=True)]
+    return choice, chosen, tuple(map(tuple, assign_shares(offers)))
 
 
 def _index(held: Held) -> Index:
@@ -171,12 +186,11 @@ def _index(held: Held) -> Index:
 
 def _sources(
     index: Index,
-    keys: set[str],
     offers: Sequence[Sequence[Offer]],
     shares: Sequence[Sequence[Share]],
 ) -> dict[str, list[Source]]:
     """Each tensor's shares as sources; raises UsageError where they do not make it whole."""
-    found: dict[str, list[Source]] = {key: [] for key in keys}
+    found: dict[str, list[Source]] = {offer.key: [] for row in offers for offer in row}
     for rank, (row, mine) in enumerate(zip(offers, shares, strict=True)):
         for number, share in enumerate(mine):
             entry = index.entries[row[share.offer].key]

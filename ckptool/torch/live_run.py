@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,23 +20,19 @@ import torch
 
 from ckptool.engine.cast import CastCount
 from ckptool.engine.sinks import Writing
-from ckptool.errors import CkptoolError, ObjectMissingError
+from ckptool.errors import CkptoolError
 from ckptool.formats.crc import crc32
-from ckptool.formats.safetensors_file import encode_index
-from ckptool.operations.export_target import check_written
-from ckptool.storage.base import PartReceipt, Store
-from ckptool.torch.faults import fault_point, part_fault
-from ckptool.torch.group import Group
+from ckptool.storage.base import PartReceipt
+from ckptool.torch.faults import part_fault
+from ckptool.torch.live_commit import LiveJob, abort_export, abort_stale, commit_export
 from ckptool.torch.live_cuts import LivePart
 from ckptool.torch.live_exchange import Exchange
 from ckptool.torch.live_fill import Filler
-from ckptool.torch.live_plan import LivePlan
 from ckptool.torch.live_slots import Slots, SlotsMemory
 from ckptool.torch.live_source import LiveSource
 from ckptool.torch.local_state import memory_of
-from ckptool.torch.news import News
 
-__all__ = ["LiveJob", "run_live"]
+__all__ = ["run_live"]
 
 log = logging.getLogger("ckptool")
 
@@ -46,23 +40,6 @@ _ROUNDS_BETWEEN_LOOKS = 16
 _MAX_WRITERS = 8
 
 _Slots: TypeAlias = "Slots[tuple[int, PartReceipt]]"
-
-
-@dataclass(frozen=True)
-class LiveJob:
-    """One attempt: what to write where, and who takes part.
-
-    ``beside`` are small files that become visible with the weights.
-    """
-
-    attempt: str
-    plan: LivePlan
-    dest: Store
-    beside: Mapping[str, bytes]
-    group: Group
-    news: News
-    timeout_s: float
-    max_memory: int
 
 
 def run_live(
@@ -76,11 +53,11 @@ def run_live(
         slots = _slots(job, writing, source, memory)
         rows = _write_all(job, writing, source, exchange, slots)
         committing = True
-        _commit(job, writing, rows)
+        commit_export(job, writing, rows)
     except BaseException as error:
         job.news.fail(job.attempt, error)
         job.group.close()  # whoever waits for this rank stops waiting
-        _abort(job, writing, committing=committing)
+        abort_export(job, writing, committing=committing)
         raise
     return _totals(job, rows)
 
@@ -96,24 +73,13 @@ def _open(job: LiveJob, writing: Writing) -> None:
         return b""
 
     def begin() -> list[str]:
-        _abort_stale(job)
+        abort_stale(job)
         for index in outputs:
             writing.open(index)
         return [writing.target(index).token for index in outputs]
 
     tokens = job.group.from_rank_0(begin)
     job.group.together(attach)
-
-
-def _abort_stale(job: LiveJob) -> None:
-    """Drop what an export that died left of the same objects."""
-    keys = {output.key for output in job.plan.plan.outputs}
-    try:
-        for row in job.dest.list_uploads():
-            if row.key in keys:
-                job.dest.abort_upload(row.key, row.token)
-    except CkptoolError as error:
-        log.warning("cannot look for what earlier exports left: %s", error)
 
 
 def _slots(job: LiveJob, writing: Writing, source: LiveSource, memory: SlotsMemory) -> _Slots:
@@ -273,76 +239,6 @@ class _Rounds:
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.filler.device)
-
-
-def _commit(job: LiveJob, writing: Writing, rows: list[dict[str, Any]]) -> None:
-    """On rank 0 make everything visible, the index last; the others wait for it."""
-    if job.group.rank == 0:
-        fault_point("before-metadata", rank=0)
-        for row in rows:
-            for index, receipt in row["receipts"]:
-                writing.keep(index, PartReceipt(**receipt))
-        with _ticking(job.news):
-            writing.commit()
-            check_written(job.dest, job.plan.layout, job.plan.plan)
-            for name, data in job.beside.items():
-                job.dest.put(name, data)
-            layout = job.plan.layout
-            if layout.index_name is not None:
-                total = sum(tensor.num_bytes for tensor in layout.tensors)
-                data = encode_index(layout.weight_map(), total_num_bytes=total)
-                job.dest.put(layout.index_name, data)
-    try:
-        job.news.meet(job.attempt, "committed", timeout_s=job.timeout_s)
-    except CkptoolError as error:
-        if job.group.rank:
-            raise
-        log.warning("the export is complete; meanwhile: %s", error)
-
-
-@contextmanager
-def _ticking(news: News) -> Iterator[None]:
-    """Tell the others, who wait, that this rank is at work."""
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(1.0):
-            news.progress()
-
-    thread = threading.Thread(target=tick, name="ckptool-export-tick", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _abort(job: LiveJob, writing: Writing, *, committing: bool) -> None:
-    """Leave nothing behind, as far as this rank can."""
-    if committing and job.group.rank and 0 not in job.news.gone:
-        return  # rank 0 knows how far it came
-    try:
-        writing.abort()
-        if committing and not _is_complete(job):
-            for output in job.plan.plan.outputs:
-                job.dest.delete(output.key)
-            for name in job.beside:
-                job.dest.delete(name)
-    except CkptoolError as error:
-        log.warning("something of the export may be left at %s: %s", job.dest.url, error)
-
-
-def _is_complete(job: LiveJob) -> bool:
-    """Whether what is committed last is there: then rank 0 died after the commit."""
-    last = job.plan.layout.index_name or next(
-        reversed(list(job.beside)), job.plan.plan.outputs[-1].key
-    )
-    try:
-        job.dest.info(last)
-    except ObjectMissingError:
-        return False
-    return True
 
 
 def _totals(job: LiveJob, rows: list[dict[str, Any]]) -> dict[str, Any]:

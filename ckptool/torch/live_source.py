@@ -32,12 +32,16 @@ class LiveSource(Protocol):
 
 
 class FromTensors:
-    """Straight from the memory of the tensors, which nothing may change meanwhile."""
+    """Straight from the memory of the tensors, which nothing may change meanwhile.
 
-    def __init__(self, shards: Sequence[LocalShard], shares: Sequence[Share]) -> None:
+    Pieces are made on ``device``, wherever the tensors are.
+    """
+
+    def __init__(
+        self, shards: Sequence[LocalShard], shares: Sequence[Share], *, device: torch.device
+    ) -> None:
         self._shards, self._shares = tuple(shards), shares
-        cuda = next((s.tensor.device for s in shards if s.tensor.is_cuda), None)
-        self.device = cuda or torch.device("cpu")
+        self.device = device
         self._kept: tuple[int, torch.Tensor] | None = None
 
     def wait(self) -> None:

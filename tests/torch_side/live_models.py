@@ -58,7 +58,7 @@ def build(layout: str, *, dim: int = 228, num_blocks: int = 2, seed: int = 0) ->
     model = Model(dim, num_blocks)
     with torch.no_grad():
         model.blocks[0].norm.bias.fill_(1e-41)  # what a cast makes zero
-        model.blocks[0].norm.bias[:2] = torch.tensor([float("nan"), 1e39])
+        model.blocks[0].norm.bias[:2] = torch.tensor([float("nan"), 3.4e38])
     if layout == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if layout == "plain":
