@@ -260,16 +260,19 @@ def test_help_of_the_group_lists_the_commands() -> None:
 
 
 def test_loops_of_the_readme_run(tmp_path: Path) -> None:
-    """The plain, the torchtitan-like and the Lightning-like loop save, and then resume."""
+    """The plain, the torchtitan-like and the Lightning-like loop save, and then resume; the one
+    that exports does."""
     pytest.importorskip("torch")
     ends = run_ranks(__file__, "run_loops", num_ranks=2, folder=str(tmp_path))
     for end in ends:
+        exported = end.result.pop("live")
         assert end.result == {"plain": [100, 200], "titan": [100, 200], "lightning": [100, 200]}
+        assert exported == [100]
 
 
 def run_loops(rank: int, num_ranks: int, *, folder: str) -> dict[str, list[int]]:
     """What each rank does: every loop to step 100, then in a new start to step 200."""
-    loops = blocks(README, "python")
+    *loops, live = blocks(README, "python")
     runs = {"plain": _run_plain, "titan": _run_titan, "lightning": _run_lightning}
     assert len(loops) == len(runs)
     steps = {}
@@ -278,6 +281,8 @@ def run_loops(rank: int, num_ranks: int, *, folder: str) -> dict[str, list[int]]
         for num_steps in (100, 200):
             run(code.replace('"s3://bucket/run"', repr(url)), url, num_steps)
         steps[name] = sorted(int(p.parent.name[5:]) for p in Path(url).glob("step-*/.metadata"))
+    _run_plain(live.replace("s3://bucket/llama8b", f"{folder}/live"), "", 100)
+    steps["live"] = [int(p.parent.name) for p in Path(folder, "live").glob("*/model.safetensors")]
     return dict(steps)
 
 
