@@ -104,7 +104,7 @@ def _errors(checkpointer: Any, rank: int, num_ranks: int) -> dict[str, str]:
     return told
 
 
-@pytest.fixture(scope="module", params=["async", "sync"])
+@pytest.fixture(scope="module", params=["async", pytest.param("sync", marks=pytest.mark.full)])
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
