@@ -99,7 +99,7 @@ def _middle(runs: Sequence[Run]) -> Run:
 
 
 def make(folder: Path, *, num_ranks: int, is_own: bool) -> None:
-    """A folder whose index names shard files that are not there."""
+    """A folder with an index, and shard files that are all holes."""
     from ckptool.formats.ckpt_index import Payloads, write_index
     from ckptool.formats.dcp_metadata import write_metadata
     from ckptool.model import Index, TensorEntry
@@ -127,6 +127,9 @@ def make(folder: Path, *, num_ranks: int, is_own: bool) -> None:
             write_index(index, payloads=payloads, metadata=metadata)
         )
     (folder / ".metadata").write_bytes(metadata)
+    for name, size in zip(files, filled.tolist(), strict=True):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
     fsync_tree(folder)
     print(f"{len(keys)} tensors, {len(keys) * num_ranks} chunks, {text_size(len(metadata))}")
 

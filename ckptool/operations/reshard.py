@@ -148,16 +148,14 @@ def _plan(
     """Probe every item that is used and lay out the bytes."""
     index, store = checkpoint.index, checkpoint.store
     wanted: dict[tuple[str, int], Wanted] = {}
-    kept = {(new.entry, new.sources[0]) for new in layout.chunks if new.keep}
-    for new in layout.chunks:
-        entry = index.entries[new.entry]
+    for tensor in layout.tensors:
+        entry = index.entries[tensor.entry]
         assert isinstance(entry, TensorEntry)
-        for i in new.sources:
-            if (new.entry, i) not in wanted:
-                chunk = entry.chunks[i]
-                assert chunk.item is not None, "the structure was checked"
-                whole = (new.entry, i) in kept
-                wanted[new.entry, i] = Wanted(entry, chunk.box, chunk.item, whole)
+        kept = set(tensor.kept_sources().tolist())
+        for i in dict.fromkeys(tensor.sources.tolist()):
+            chunk = entry.chunks[i]
+            assert chunk.item is not None, "the structure was checked"
+            wanted[entry.key, i] = Wanted(entry, chunk.box, chunk.item, i in kept)
     found = probe(store, list(wanted.values()), jobs=num_jobs, progress=progress)
     sources: dict[tuple[str, int], Source] = dict(zip(wanted, found, strict=True))
     values = {}

@@ -12,29 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.formats.safetensors_shards import PAYLOAD
-from ckptool.model import Box, Chunk, Index, TensorEntry
-from ckptool.planning.boxes import chunk_rows, intersect
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["NewChunk", "ReshardLayout", "plan_layout", "rank_bound_keys"]
+from ckptool.formats.safetensors_shards import PAYLOAD
+from ckptool.model import Chunks, Index, Ints, TensorEntry
+from ckptool.planning.new_chunks import AllChunks, NewChunk, NewChunks
+
+__all__ = ["NewChunk", "NewChunks", "ReshardLayout", "plan_layout", "rank_bound_keys"]
 
 _RANK_KEY = re.compile(r"(^|[._])(rng|rank)[._]?\d+([._]|$)|(^|\.)rng\.\d+\.")
-
-
-@dataclass(frozen=True, slots=True)
-class NewChunk:
-    """One chunk of the new checkpoint, made of source chunks given by their position.
-
-    ``keep``: the one source item is copied as it is. Otherwise the box is filled from the
-    sources, a new item.
-    """
-
-    entry: str
-    box: Box
-    rank: int
-    sources: tuple[int, ...]
-    keep: bool
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +29,34 @@ class ReshardLayout:
     """Where everything goes; ``values`` are stored by rank 0, verbatim."""
 
     num_ranks: int
-    chunks: tuple[NewChunk, ...]
+    tensors: tuple[NewChunks, ...]
     values: tuple[str, ...]
     rank_bound: tuple[str, ...] = field(default=())
 
     @property
+    def chunks(self) -> AllChunks:
+        """Those of all tensors, made as they are asked for."""
+        return AllChunks(self.tensors)
+
+    @property
     def num_kept(self) -> int:
-        return sum(chunk.keep for chunk in self.chunks)
+        return sum(int(np.count_nonzero(tensor.keep)) for tensor in self.tensors)
 
     def rank_num_bytes(self) -> list[int]:
         """Tensor bytes that each target rank gets."""
-        totals = [0] * self.num_ranks
-        for chunk in self.chunks:
-            totals[chunk.rank] += chunk.num_bytes
-        return totals
+        totals = np.zeros(self.num_ranks, np.int64)
+        for tensor in self.tensors:
+            np.add.at(totals, tensor.rank, tensor.num_bytes)
+        sums: list[int] = totals.tolist()
+        return sums
 
     def to_json(self) -> dict[str, Any]:
+        num_chunks = len(self.chunks)
         return {
             "num_ranks": self.num_ranks,
-            "num_chunks": len(self.chunks),
+            "num_chunks": num_chunks,
             "num_items_kept": self.num_kept,
-            "num_items_new": len(self.chunks) - self.num_kept,
+            "num_items_new": num_chunks - self.num_kept,
             "num_values": len(self.values),
             "rank_num_bytes": self.rank_num_bytes(),
             "rank_bound_keys": list(self.rank_bound),
@@ -71,20 +65,19 @@ class ReshardLayout:
 
 def plan_layout(index: Index, *, num_ranks: int, merge: bool) -> ReshardLayout:
     """Lay a checkpoint out for ``num_ranks``; expects an index whose structure is sound."""
-    chunks: list[NewChunk] = []
-    loads = [0] * num_ranks
+    tensors: list[NewChunks] = []
+    loads = np.zeros(num_ranks, np.int64)
     spread: list[TensorEntry] = []
     for entry in index.tensors:
         if _is_spread(entry, num_ranks):
             spread.append(entry)
             continue
-        for chunk in _by_rows(entry, num_ranks, merge):
-            chunks.append(chunk)
-            loads[chunk.rank] += chunk.num_bytes
-    for entry in spread:
-        chunks += _spread(entry, loads)
+        new = (_merged if merge else _cut)(entry, num_ranks)
+        np.add.at(loads, new.rank, new.num_bytes)
+        tensors.append(new)
+    tensors += [_spread(entry, loads) for entry in spread]
     keys = tuple(value.key for value in index.values)
-    return ReshardLayout(num_ranks, tuple(chunks), keys, tuple(rank_bound_keys(index)))
+    return ReshardLayout(num_ranks, tuple(tensors), keys, tuple(rank_bound_keys(index)))
 
 
 def rank_bound_keys(index: Index) -> Iterator[str]:
@@ -99,78 +92,110 @@ def _is_spread(entry: TensorEntry, num_ranks: int) -> bool:
     """
     if not entry.shape:
         return True
-    return len(_without_replicas(entry)) <= 1 and entry.shape[0] < num_ranks
+    return entry.shape[0] < num_ranks and len(_without_replicas(entry.chunks)) <= 1
 
 
-def _spread(entry: TensorEntry, loads: list[int]) -> Iterator[NewChunk]:
+def _spread(entry: TensorEntry, loads: Ints) -> NewChunks:
     """The stored chunk of a whole tensor, to the rank that has least."""
-    for i, chunk in _without_replicas(entry):
-        rank = min(range(len(loads)), key=loads.__getitem__)
-        num_bytes = chunk.box.num_elements * entry.dtype.itemsize
-        loads[rank] += num_bytes
-        yield NewChunk(entry.key, chunk.box, rank, (i,), _is_item(chunk), num_bytes)
+    chunks = entry.chunks
+    rows = _without_replicas(chunks)
+    rank = np.full(len(rows), int(np.argmin(loads)), np.int64)
+    new = _columns(entry, rows, chunks.offsets[rows], chunks.sizes[rows], rank)
+    np.add.at(loads, new.rank, new.num_bytes)
+    return new
 
 
-def _is_item(chunk: Chunk) -> bool:
-    """Whether the stored bytes are a DCP item; bare payloads have to be made into one."""
-    return chunk.item is not None and PAYLOAD not in chunk.item.transforms
+def _cut(entry: TensorEntry, num_ranks: int) -> NewChunks:
+    """Every source chunk, cut where the rows of two targets meet; empty ones to the last."""
+    chunks = entry.chunks
+    rows = _without_replicas(chunks)
+    source, rank = _targets(entry, rows, num_ranks)
+    offsets, sizes = chunks.offsets[source], chunks.sizes[source]
+    holds = sizes.all(axis=1)
+    size = _rows_per_rank(entry, num_ranks)
+    first, last = offsets[:, 0], offsets[:, 0] + sizes[:, 0]
+    start = np.where(holds, np.maximum(first, rank * size), first)
+    end = np.where(holds, np.minimum(last, (rank + 1) * size), last)
+    offsets[:, 0], sizes[:, 0] = start, end - start
+    return _columns(entry, source, offsets, sizes, rank)
 
 
-def _by_rows(entry: TensorEntry, num_ranks: int, merge: bool) -> Iterator[NewChunk]:
-    rows = chunk_rows(entry.shape[0], num_ranks)
-    sources = _without_replicas(entry)
-    if merge:
-        yield from _merged(entry, rows, sources)
-    else:
-        for i, chunk in sources:
-            yield from _cut(entry, rows, i, chunk)
-
-
-def _without_replicas(entry: TensorEntry) -> list[tuple[int, Chunk]]:
-    """Chunks by place; of equal boxes the first one."""
-    seen: dict[Box, tuple[int, Chunk]] = {}
-    for i, chunk in enumerate(entry.chunks):
-        seen.setdefault(chunk.box, (i, chunk))
-    return sorted(seen.values(), key=lambda pair: pair[1].box.offsets)
-
-
-def _cut(
-    entry: TensorEntry, rows: list[tuple[int, int]], i: int, chunk: Chunk
-) -> Iterator[NewChunk]:
-    itemsize = entry.dtype.itemsize
-    if not chunk.box.num_elements:
-        yield NewChunk(entry.key, chunk.box, len(rows) - 1, (i,), _is_item(chunk), 0)
-        return
-    size = rows[0][1]  # all but the last non-empty target have as many rows
-    first, last = chunk.box.offsets[0], chunk.box.ends[0]
-    for rank in range(first // size, (last - 1) // size + 1):
-        start, end = max(first, rows[rank][0]), min(last, rows[rank][1])
-        box = Box((start, *chunk.box.offsets[1:]), (end - start, *chunk.box.sizes[1:]))
-        keep = box == chunk.box and _is_item(chunk)
-        yield NewChunk(entry.key, box, rank, (i,), keep, box.num_elements * itemsize)
-
-
-def _merged(
-    entry: TensorEntry, rows: list[tuple[int, int]], sources: list[tuple[int, Chunk]]
-) -> Iterator[NewChunk]:
+def _merged(entry: TensorEntry, num_ranks: int) -> NewChunks:
     """One chunk per target; an empty one, once, where targets have no rows (as DCP stores it)."""
-    itemsize = entry.dtype.itemsize
-    rest = entry.shape[1:]
-    position = 0
-    for rank, (start, end) in enumerate(rows):
-        box = Box((start,) + (0,) * len(rest), (end - start, *rest))
-        if not box.num_elements:
-            yield NewChunk(entry.key, box, rank, (), False, 0)
-            return
-        while position < len(sources) and sources[position][1].box.ends[0] <= start:
-            position += 1
-        used = []
-        for i, chunk in sources[position:]:
-            if chunk.box.offsets[0] >= end:
-                break
-            if intersect(chunk.box, box) is not None:
-                used.append((i, chunk))
-        keep = len(used) == 1 and used[0][1].box == box and _is_item(used[0][1])
-        yield NewChunk(
-            entry.key, box, rank, tuple(i for i, _ in used), keep, box.num_elements * itemsize
-        )
+    rows = _without_replicas(entry.chunks)
+    rows = rows[entry.chunks.sizes[rows].all(axis=1)]
+    source, owner = _targets(entry, rows, num_ranks)
+    size, num_rows = _rows_per_rank(entry, num_ranks), entry.shape[0]
+    num_full = -(-num_rows // size) if entry.num_elements else 0
+    rank = np.arange(min(num_ranks, num_full + 1), dtype=np.int64)
+    start, end = np.minimum(rank * size, num_rows), np.minimum((rank + 1) * size, num_rows)
+    offsets = np.zeros((len(rank), len(entry.shape)), np.int64)
+    sizes = np.tile(np.array(entry.shape, np.int64), (len(rank), 1))
+    offsets[:, 0], sizes[:, 0] = start, end - start
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=len(rank))[: len(rank)]
+    return _columns(entry, source[order], offsets, sizes, rank, counts=counts)
+
+
+def _targets(entry: TensorEntry, rows: Ints, num_ranks: int) -> tuple[Ints, Ints]:
+    """(source chunk, target rank) of every piece, in the order of ``rows``."""
+    chunks = entry.chunks
+    size = _rows_per_rank(entry, num_ranks)
+    first, count = chunks.offsets[rows, 0], chunks.sizes[rows, 0]
+    holds = chunks.sizes[rows].all(axis=1)
+    low = np.where(holds, first // size, num_ranks - 1)
+    high = np.where(holds, (first + np.maximum(count, 1) - 1) // size, num_ranks - 1)
+    counts = high - low + 1
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    rank = np.repeat(low, counts) + np.arange(len(before)) - before
+    return np.repeat(rows, counts), rank
+
+
+def _rows_per_rank(entry: TensorEntry, num_ranks: int) -> int:
+    """As torch.chunk cuts: every target but the last one with rows has as many."""
+    return max(1, -(-entry.shape[0] // num_ranks))
+
+
+def _columns(
+    entry: TensorEntry,
+    sources: Ints,
+    offsets: Ints,
+    sizes: Ints,
+    rank: Ints,
+    *,
+    counts: Ints | None = None,
+) -> NewChunks:
+    """New chunks; ``counts`` is how many sources each has, one unless given."""
+    chunks = entry.chunks
+    if counts is None:
+        counts = np.ones(len(rank), np.int64)
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    keep = counts == 1
+    if len(sources):
+        only = sources[np.minimum(starts[:-1], len(sources) - 1)]
+        same = (chunks.offsets[only] == offsets) & (chunks.sizes[only] == sizes)
+        keep &= same.all(axis=1) & _are_items(chunks)[only]
+    num_bytes = sizes.prod(axis=1, dtype=np.int64) * entry.dtype.itemsize
+    return NewChunks(entry.key, offsets, sizes, rank, keep, num_bytes, sources, starts)
+
+
+def _are_items(chunks: Chunks) -> npt.NDArray[np.bool_]:
+    """Whether the stored bytes are DCP items; bare payloads have to be made into such."""
+    bare = np.array([PAYLOAD in names for names in chunks.transforms], bool)
+    used = np.zeros(len(chunks), np.int64) if chunks.transform is None else chunks.transform
+    found: npt.NDArray[np.bool_] = (chunks.file >= 0) & ~bare[used]
+    return found
+
+
+def _without_replicas(chunks: Chunks) -> Ints:
+    """The positions of chunks by place; of equal boxes the first one."""
+    if len(chunks) < 2 or not chunks.offsets.shape[1]:
+        return np.arange(min(1, len(chunks)))
+    if (np.diff(chunks.offsets[:, 0]) > 0).all():
+        return np.arange(len(chunks))
+    boxes = np.concatenate((chunks.offsets, chunks.sizes), axis=1)
+    order = np.lexsort(boxes.T[::-1])
+    ordered = boxes[order]
+    is_new = np.concatenate(([True], (ordered[1:] != ordered[:-1]).any(axis=1)))
+    return order[is_new]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ckptool.dtypes import dtype_named
 from ckptool.model import Box, Chunk, Chunks, Index, Item, TensorEntry, ValueEntry
 from ckptool.planning.boxes import chunk_rows
+from ckptool.planning.new_chunks import NewChunk
 from ckptool.planning.reshard import plan_layout
 
 F32 = dtype_named("float32")
@@ -126,3 +127,38 @@ def _stays_whole(entry, num_ranks):
     if not entry.shape:
         return True
     return len({chunk.box for chunk in entry.chunks}) <= 1 and entry.shape[0] < num_ranks
+
+
+def test_a_large_layout_is_columns(monkeypatch):
+    """No object is made for a chunk until somebody asks for it: millions cost no memory."""
+    num_ranks = 512
+    starts = np.arange(num_ranks, dtype=np.int64)
+    offsets, sizes = np.zeros((num_ranks, 2), np.int64), np.full((num_ranks, 2), 8, np.int64)
+    offsets[:, 0] = 8 * starts
+    chunks = Chunks(
+        offsets=offsets, sizes=sizes, file=starts, starts=starts, lengths=starts + 1,
+        files=[f"__{rank}_0.distcp" for rank in range(num_ranks)],
+    )  # fmt: skip
+    index = Index({f"w{n}": TensorEntry(f"w{n}", F32, (4096, 8), chunks) for n in range(50)})
+    made = []
+    monkeypatch.setattr(Chunk, "__init__", lambda *a: made.append(1))
+    monkeypatch.setattr(NewChunk, "__init__", lambda *a: made.append(1))
+    for merge in (False, True):
+        layout = plan_layout(index, num_ranks=96, merge=merge)
+        document = layout.to_json()
+        assert document["num_chunks"] == len(layout.chunks)
+        assert sum(document["rank_num_bytes"]) == 50 * 4096 * 8 * 4
+    assert made == []
+
+
+@given(tensors(), st.integers(1, 9), st.booleans())
+def test_chunks_are_a_sequence(entry, num_ranks, merge):
+    """Chunks are found by position as they are in order; sums are those of the chunks."""
+    other = TensorEntry("v", F32, entry.shape, entry.chunks, ("v",))
+    layout = plan_layout(Index({"w": entry, "v": other}), num_ranks=num_ranks, merge=merge)
+    listed = list(layout.chunks)
+    assert [layout.chunks[i] for i in range(len(layout.chunks))] == listed
+    assert layout.chunks[:] == listed
+    assert layout.num_kept == sum(chunk.keep for chunk in listed)
+    totals = [sum(c.num_bytes for c in listed if c.rank == rank) for rank in range(num_ranks)]
+    assert layout.rank_num_bytes() == totals
