@@ -114,10 +114,7 @@ class LocalAssembly:
         """Take the space now: a full disk is found before the work, not in its middle."""
         self._fd = _create(self._hidden)
         try:
-            if self._num_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, self._num_bytes)
-            else:
-                os.ftruncate(self._fd, self._num_bytes)
+            _take_space(self._fd, self._num_bytes)
         except OSError as exc:
             if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 os.ftruncate(self._fd, self._num_bytes)
@@ -187,6 +184,29 @@ class LocalAssembly:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+
+def _take_space(fd: int, num_bytes: int) -> None:
+    """Give a file its size, and its room on the disk where that costs nothing."""
+    if num_bytes and hasattr(os, "posix_fallocate") and not _is_in_memory(fd):
+        os.posix_fallocate(fd, 0, num_bytes)
+        return
+    free = os.fstatvfs(fd)
+    if num_bytes > free.f_bavail * free.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, num_bytes)
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Whether a file is on a tmpfs (Linux), where taking room means to write it all."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            rows = [line.split() for line in mounts]
+    except OSError:
+        return False
+    return any(row[2] == number and row[row.index("-") + 1] == "tmpfs" for row in rows)
 
 
 def _crc_of(fd: int, offset: int, num_bytes: int) -> int:
