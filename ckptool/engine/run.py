@@ -22,7 +22,7 @@ from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTas
 from ckptool.engine.worker import StepResult, Worker
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
-from ckptool.planning.parts import Step
+from ckptool.planning.parts import Step, needed_payloads
 from ckptool.planning.plan import Check, Output, Payload, Plan
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
@@ -37,7 +37,9 @@ class RunReport:
     """What a run did. ``objects`` has, per output key, its length and CRC-32 where known.
 
     ``num_bytes_read`` and ``num_bytes_sent`` went through us, ``num_bytes_copied`` did not.
-    ``unverifiable`` payloads have no stored CRC; ``trusted`` ones the server copied unread.
+    ``payload_crcs`` has those of payloads that outputs close with a tail, by output key and the
+    byte where they begin. ``unverifiable`` payloads have no stored CRC; ``trusted`` ones the
+    server copied unread.
     """
 
     num_bytes_written: int = 0
@@ -51,6 +53,7 @@ class RunReport:
     trusted: list[Check] = field(default_factory=list)
     casts: dict[str, CastCount] = field(default_factory=dict)
     objects: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    payload_crcs: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 def run_plan(
@@ -126,6 +129,7 @@ class _Run:
         self._report.unverifiable = self._ledger.unverifiable
         self._report.trusted = self._ledger.trusted
         self._report.objects = self._objects()
+        self._report.payload_crcs = dict(self._payload_crcs())
         return self._report
 
     def salvage(self) -> None:
@@ -305,6 +309,11 @@ class _Run:
                 for at in range(start, end, PROVE_BYTES)
             ]
         )
+
+    def _payload_crcs(self) -> Iterator[tuple[tuple[str, int], int]]:
+        for index, output in enumerate(self._plan.outputs):
+            for start, end in needed_payloads(output):
+                yield (output.key, start), self._known(index, start, end)
 
     def _objects(self) -> dict[str, tuple[int, int | None]]:
         return {

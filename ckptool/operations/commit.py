@@ -1,4 +1,4 @@
-"""The commit rule: payload objects first, the manifest next, ``.metadata`` last, in one PUT."""
+"""The commit rule: payload objects first, index and manifest, ``.metadata`` last, in one PUT."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from ckptool import __version__
 from ckptool.errors import NotEmptyError, StorageError
 from ckptool.formats.crc import crc32
-from ckptool.layout import MANIFEST_NAME, METADATA_NAME
+from ckptool.layout import INDEX_NAME, MANIFEST_NAME, METADATA_NAME
 from ckptool.manifest import Manifest, ObjectFacts, write_manifest
 from ckptool.storage.base import Store
 
 __all__ = ["COMMIT_KEYS", "commit_checkpoint", "refuse_unless_empty"]
 
-COMMIT_KEYS = (METADATA_NAME, MANIFEST_NAME)  # last written, first taken away
+COMMIT_KEYS = (METADATA_NAME, MANIFEST_NAME, INDEX_NAME)  # last written, first taken away
 
 
 def refuse_unless_empty(dest: Store, *, what: str = "destination") -> None:
@@ -35,13 +35,14 @@ def commit_checkpoint(
     dest: Store,
     *,
     metadata: bytes,
+    index_file: bytes,
     objects: Mapping[str, ObjectFacts],
     step: int | None,
     layout: Mapping[str, Any],
     verified: str,
     again: bool = False,
 ) -> Manifest:
-    """Write ``ckpt.json`` and then ``.metadata``; the shard files must be visible already.
+    """Write ``ckpt.index``, ``ckpt.json`` and last ``.metadata``; shard files are visible before.
 
     ``again``: a resumed run may find the ``.metadata`` that it wrote before it was stopped.
     """
@@ -52,9 +53,10 @@ def commit_checkpoint(
         layout=dict(layout),
         versions={"ckptool": __version__},
         verified=verified,
-        objects=dict(objects),
+        objects={**objects, INDEX_NAME: ObjectFacts(len(index_file), crc32(index_file))},
         metadata=ObjectFacts(len(metadata), crc32(metadata)),
     )
+    dest.put(INDEX_NAME, index_file)
     dest.put(MANIFEST_NAME, write_manifest(manifest))
     info = dest.put(METADATA_NAME, metadata, if_absent=not again)
     if info.num_bytes != len(metadata):

@@ -218,7 +218,13 @@ def _sources(
     wanted: list[Wanted] = []
     for tensor in layout.tensors:
         wanted += _chunks_of(checkpoint.index, tensor.key)
-    found = probe(checkpoint.store, wanted, jobs=num_jobs, progress=progress)
+    found = probe(
+        checkpoint.store,
+        wanted,
+        jobs=num_jobs,
+        payloads=checkpoint.payloads,
+        progress=progress,
+    )
     sources: dict[str, list[Source]] = {tensor.key: [] for tensor in layout.tensors}
     for want, source in zip(wanted, found, strict=True):
         sources[want.entry.key].append(source)
@@ -229,10 +235,10 @@ def _chunks_of(index: Index, key: str) -> list[Wanted]:
     entry = index.entries[key]
     assert isinstance(entry, TensorEntry)
     wanted: dict[Box, Wanted] = {}
-    for chunk in entry.chunks:
+    for i, chunk in enumerate(entry.chunks):
         if chunk.box.num_elements:
             assert chunk.item is not None, "the structure was checked"
-            wanted.setdefault(chunk.box, Wanted(entry, chunk.box, chunk.item))
+            wanted.setdefault(chunk.box, Wanted(entry, chunk.box, chunk.item, row=i))
     return list(wanted.values())
 
 

@@ -6,7 +6,7 @@ headers say is compared with the index before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,9 +21,10 @@ from ckptool.formats.dcp_item import (
     parse_value_item,
     probe_ranges,
 )
+from ckptool.formats.payloads import Payloads
 from ckptool.model import Box, Extent, Item, TensorEntry, ValueEntry
 from ckptool.planning.reads import coalesce
-from ckptool.planning.sources import Source, needs_probe, source_of
+from ckptool.planning.sources import Source, indexed_source, needs_probe, source_of
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
@@ -37,24 +38,39 @@ MAX_VALUE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing."""
+    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing.
+
+    ``row`` is its position among the chunks of the entry.
+    """
 
     entry: TensorEntry
     box: Box
     item: Item
     whole: bool = False
+    row: int | None = None
 
 
 def probe(
-    store: Store, wanted: Sequence[Wanted], *, jobs: int, progress: Progress = NO_PROGRESS
+    store: Store,
+    wanted: Sequence[Wanted],
+    *,
+    jobs: int,
+    payloads: Mapping[str, Payloads] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Source]:
     """The sources of chunks, in their order; a source's check has its position as id.
 
+    Where ``payloads``, of a ``ckpt.index``, tell place and CRC-32 of a payload, its item is not
+    read, unless it is to be copied whole: then its framing has to be proved too.
+
     Raises DamagedError when an item's headers are broken or disagree with the index.
     """
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].item.file, wanted[i].item.offset))
+    sources = [_known(want, payloads or {}, check_id=i) for i, want in enumerate(wanted)]
+    order = sorted(
+        (i for i, source in enumerate(sources) if source is None),
+        key=lambda i: (wanted[i].item.file, wanted[i].item.offset),
+    )
     batches = [order[at : at + BATCH_ITEMS] for at in range(0, len(order), BATCH_ITEMS)]
-    sources: list[Source | None] = [None] * len(wanted)
     progress.start("probe", num_bytes=None)
     with ThreadPoolExecutor(max(1, min(jobs, 8)), thread_name_prefix="probe") as pool:
         for batch, found in zip(
@@ -66,6 +82,25 @@ def probe(
                 sources[i] = source
     progress.finish()
     return [source for source in sources if source is not None]
+
+
+def _known(want: Wanted, payloads: Mapping[str, Payloads], *, check_id: int) -> Source | None:
+    """The source of a chunk whose payload the index tells of, whole, plain and with its CRC."""
+    columns = payloads.get(want.entry.key)
+    if columns is None or want.row is None or want.whole or not needs_probe(want.item):
+        return None
+    payload = columns[want.row]
+    if payload.offset is None or payload.num_bytes is None or payload.crc32 is None:
+        return None
+    return indexed_source(
+        want.entry,
+        want.box,
+        want.item,
+        offset=payload.offset,
+        num_bytes=payload.num_bytes,
+        crc32=payload.crc32,
+        check_id=check_id,
+    )
 
 
 def read_value(store: Store, entry: ValueEntry) -> bytes:

@@ -11,8 +11,9 @@ from ckptool.engine.journal import JournalHeader
 from ckptool.engine.run import How, RunReport
 from ckptool.engine.sinks import Writing
 from ckptool.errors import RefusedError, StorageError, UsageError
-from ckptool.formats.dcp_metadata import write_metadata
-from ckptool.layout import JOURNAL_NAME
+from ckptool.formats.ckpt_index import write_index
+from ckptool.formats.dcp_metadata import read_metadata, write_metadata
+from ckptool.layout import JOURNAL_NAME, METADATA_NAME
 from ckptool.manifest import ObjectFacts
 from ckptool.model import Index, TensorEntry, ValueEntry
 from ckptool.operations.commit import COMMIT_KEYS, commit_checkpoint, refuse_unless_empty
@@ -31,7 +32,8 @@ from ckptool.operations.transfer import (
 from ckptool.planning.copies import PartsSummary
 from ckptool.planning.digest import plan_digest
 from ckptool.planning.reshard import ReshardLayout, plan_layout
-from ckptool.planning.reshard_bytes import ReshardBytes, items_by_file, moved, plan_bytes
+from ckptool.planning.reshard_bytes import ReshardBytes, plan_bytes
+from ckptool.planning.reshard_index import items_by_file, moved, payload_columns
 from ckptool.planning.sources import Source
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
@@ -155,8 +157,14 @@ def _plan(
         for i in dict.fromkeys(tensor.sources.tolist()):
             chunk = entry.chunks[i]
             assert chunk.item is not None, "the structure was checked"
-            wanted[entry.key, i] = Wanted(entry, chunk.box, chunk.item, i in kept)
-    found = probe(store, list(wanted.values()), jobs=num_jobs, progress=progress)
+            wanted[entry.key, i] = Wanted(entry, chunk.box, chunk.item, i in kept, i)
+    found = probe(
+        store,
+        list(wanted.values()),
+        jobs=num_jobs,
+        payloads=checkpoint.payloads,
+        progress=progress,
+    )
     sources: dict[tuple[str, int], Source] = dict(zip(wanted, found, strict=True))
     values = {}
     for key in layout.values:
@@ -183,9 +191,13 @@ def _write(
         if isinstance(writing, Compressing):
             index, objects = moved(index, writing.placed), dict(writing.objects)
         metadata = write_metadata(index)
+        payloads = payload_columns(
+            planned.payloads, report.payload_crcs, is_compressed=compress is not None
+        )
         commit_checkpoint(
             dest,
             metadata=metadata,
+            index_file=write_index(index, payloads=payloads, metadata=metadata),
             objects={key: ObjectFacts(n, crc) for key, (n, crc) in objects.items()},
             step=checkpoint.step,
             layout={"world_size": layout.num_ranks, "written_by": "ckptool reshard"},
@@ -218,7 +230,9 @@ def _writing(dest: Store, planned: ReshardBytes, compress: str | None, num_jobs:
 def _check(dest: Store, expected: Index) -> None:
     """Reopen what was written: it must say what was planned, and every item must be there."""
     reopened = open_checkpoint(dest.url, options=dest.recipe().options)
-    if dict(reopened.index.entries) != dict(expected.entries):
+    said = read_metadata(dest.read(METADATA_NAME), name=METADATA_NAME)  # ckpt.index was opened
+    wanted = dict(expected.entries)
+    if not (dict(reopened.index.entries) == dict(said.entries) == wanted) or reopened.findings:
         raise StorageError(
             f"{dest.url} does not read back as what was written",
             hint="remove it and run again; report this with the source's inspect --json",

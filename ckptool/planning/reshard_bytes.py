@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from ckptool.formats.crc import crc32_combine
 from ckptool.formats.dcp_item import ItemFraming, encode_item
 from ckptool.layout import shard_file_name
-from ckptool.model import Chunk, Chunks, Entry, Extent, Index, Item, TensorEntry, ValueEntry
+from ckptool.model import Chunk, Extent, Index, Item, TensorEntry, ValueEntry
 from ckptool.planning.plan import Check, Copy, Literal, Output, Payload, Plan, Segment, Tail
 from ckptool.planning.reshard import NewChunk, ReshardLayout
+from ckptool.planning.reshard_index import Placed, PlannedPayload, kept_payload, new_index
 from ckptool.planning.sources import Source
 from ckptool.planning.tensor_bytes import region_segments
 
-__all__ = ["ItemTail", "ReshardBytes", "items_by_file", "moved", "ordered_chunks", "plan_bytes"]
+__all__ = ["ItemTail", "ReshardBytes", "ordered_chunks", "plan_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,15 @@ class ReshardBytes:
     """The plan, and the index of the checkpoint that it makes.
 
     ``streams``: wrapped items that are kept; to prove them they must be read as a stream.
-    ``fresh``: the items that are made anew, those that may be compressed.
+    ``fresh``: the items that are made anew, those that may be compressed. ``payloads`` has per
+    tensor those of its chunks, in the order of the index.
     """
 
     plan: Plan
     index: Index
     streams: tuple[Payload, ...]
     fresh: frozenset[Item]
+    payloads: Mapping[str, Sequence[PlannedPayload]]
 
 
 def ordered_chunks(index: Index, layout: ReshardLayout) -> list[list[tuple[NewChunk, Item | None]]]:
@@ -68,7 +71,7 @@ def plan_bytes(
     """
     checks = {source.check.id: source.check for source in sources.values()}
     outputs: list[Output] = []
-    placed: dict[str, list[Chunk]] = {}
+    placed: dict[str, list[Placed]] = {}
     new_values: dict[str, ValueEntry] = {}
     streams: dict[int, Payload] = {}
     fresh: set[Item] = set()
@@ -77,55 +80,29 @@ def plan_bytes(
         for chunk, _ in rows:
             used = [sources[chunk.entry, i] for i in chunk.sources]
             if chunk.keep:
-                item = file.keep(used[0])
+                item, payload = file.keep(used[0]), kept_payload(used[0])
                 if used[0].stored is None:
                     streams[used[0].check.id] = used[0].payload
             else:
                 entry = index.entries[chunk.entry]
                 assert isinstance(entry, TensorEntry)
-                item = file.new(entry, chunk, used)
+                item, payload = file.new(entry, chunk, used)
                 fresh.add(item)
-            placed.setdefault(chunk.entry, []).append(Chunk(chunk.box, item))
+            placed.setdefault(chunk.entry, []).append((Chunk(chunk.box, item), payload))
         for key in layout.values if rank == 0 else ():  # last: what ends a file may be small
             value = index.entries[key]
             assert isinstance(value, ValueEntry) and value.item is not None
             new_values[key] = replace(value, item=file.literal(values[key], value.item.transforms))
         if file.segments:
             outputs.append(Output.of(file.name, file.segments))
+    new, payloads = new_index(index, placed, new_values)
     return ReshardBytes(
         Plan(tuple(outputs), tuple(checks[i] for i in sorted(checks))),
-        _new_index(index, placed, new_values),
+        new,
         tuple(streams.values()),
         frozenset(fresh),
+        payloads,
     )
-
-
-def items_by_file(index: Index) -> dict[str, list[Item]]:
-    """All items of an index, by file and in the order of their bytes."""
-    files: dict[str, list[Item]] = {}
-    for entry in index.entries.values():
-        items = [entry.item] if isinstance(entry, ValueEntry) else [c.item for c in entry.chunks]
-        for item in items:
-            if item is not None:
-                files.setdefault(item.file, []).append(item)
-    return {file: sorted(items, key=lambda item: item.offset) for file, items in files.items()}
-
-
-def moved(index: Index, placed: Mapping[Item, Item]) -> Index:
-    """The index with every item where it ended up."""
-    entries: dict[str, Entry] = {}
-    for key, entry in index.entries.items():
-        if isinstance(entry, ValueEntry):
-            assert entry.item is not None
-            entries[key] = replace(entry, item=placed[entry.item])
-        else:
-            chunks = [
-                Chunk(chunk.box, placed[chunk.item])
-                for chunk in entry.chunks
-                if chunk.item is not None
-            ]
-            entries[key] = replace(entry, chunks=Chunks.of(chunks, num_dims=len(entry.shape)))
-    return replace(index, entries=entries)
 
 
 class _File:
@@ -161,7 +138,9 @@ class _File:
         self._crcs.append((source.item_crc32, item.length))
         return kept
 
-    def new(self, entry: TensorEntry, chunk: NewChunk, sources: Sequence[Source]) -> Item:
+    def new(
+        self, entry: TensorEntry, chunk: NewChunk, sources: Sequence[Source]
+    ) -> tuple[Item, PlannedPayload]:
         framing = encode_item(dtype=entry.dtype, shape=chunk.box.sizes)
         begin = self._length + len(framing.head)
         payload = (begin, begin + framing.payload_num_bytes)
@@ -171,7 +150,9 @@ class _File:
             (payload,),
             ItemTail(framing),
         )
-        return self._item([Literal(framing.head), *body, tail], ())
+        item = self._item([Literal(framing.head), *body, tail], ())
+        num_bytes = framing.payload_num_bytes
+        return item, PlannedPayload(len(framing.head), num_bytes, made_at=(self.name, begin))
 
     def _item(self, segments: Sequence[Segment], transforms: tuple[str, ...]) -> Item:
         start = self._length
@@ -232,16 +213,3 @@ class _File:
 def _place(row: tuple[NewChunk, Item | None]) -> tuple[str, int, str]:
     chunk, item = row
     return ("", 0, chunk.entry) if item is None else (item.file, item.offset, chunk.entry)
-
-
-def _new_index(
-    old: Index, placed: Mapping[str, list[Chunk]], values: Mapping[str, ValueEntry]
-) -> Index:
-    entries: dict[str, Entry] = {}
-    for key, entry in old.entries.items():
-        if isinstance(entry, ValueEntry):
-            entries[key] = values[key]
-        else:
-            chunks = sorted(placed[key], key=lambda chunk: (chunk.box.offsets, chunk.box.sizes))
-            entries[key] = replace(entry, chunks=Chunks.of(chunks, num_dims=len(entry.shape)))
-    return Index(entries, version=old.version)

@@ -11,7 +11,7 @@ from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Box, Extent, Item, TensorEntry
 from ckptool.planning.plan import Check, Payload
 
-__all__ = ["Source", "needs_probe", "source_of"]
+__all__ = ["Source", "indexed_source", "needs_probe", "source_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,36 @@ def source_of(
     check = Check(check_id, stored, header.crc32, entry.key, box)
     payload = Payload(item, entry.dtype, box, start, check_id, entry.key)
     return Source(payload, check, stored, _item_crc(item, header, framing))
+
+
+def indexed_source(
+    entry: TensorEntry,
+    box: Box,
+    item: Item,
+    *,
+    offset: int,
+    num_bytes: int,
+    crc32: int,
+    check_id: int,
+) -> Source:
+    """The source of a chunk whose plain payload begins ``offset`` bytes into its item.
+
+    Raises DamagedError where that is not the chunk's size, or not inside the item.
+    """
+    wanted = box.num_elements * entry.dtype.itemsize
+    if num_bytes != wanted or offset + num_bytes > item.length:
+        raise DamagedError(
+            f"{entry.key} {box}: ckpt.index says that its {wanted} bytes are bytes {offset} to "
+            f"{offset + num_bytes} of an item of {item.length}",
+            hint="remove ckpt.index: .metadata alone will do; then ckptool validate --read-data",
+            entry=entry.key,
+            file=item.file,
+            offset=item.offset,
+        )
+    begin = item.offset + offset
+    stored = Extent(item.file, begin, begin + num_bytes)
+    check = Check(check_id, stored, crc32, entry.key, box)
+    return Source(Payload(item, entry.dtype, box, begin, check_id, entry.key), check, stored)
 
 
 def _item_crc(item: Item, header: TensorItem, framing: tuple[int, int] | None) -> int | None:

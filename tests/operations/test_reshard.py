@@ -88,14 +88,14 @@ def test_the_result_validates(resharded):
 
 
 def test_step_and_manifest_say_where_it_came_from(resharded):
-    """The step number is kept, and the manifest lists every shard file."""
+    """The step number is kept, and the manifest lists every shard file and the index."""
     for url, options in resharded.items():
         checkpoint = open_checkpoint(url, options=options)
         manifest = checkpoint.manifest
         assert manifest is not None
         assert checkpoint.step == manifest.step == 12
-        shards = {key: size for key, size in checkpoint.sizes.items() if key.endswith(".distcp")}
-        assert {key: facts.num_bytes for key, facts in manifest.objects.items()} == shards
+        listed = {k: n for k, n in checkpoint.sizes.items() if k.endswith((".distcp", ".index"))}
+        assert {key: facts.num_bytes for key, facts in manifest.objects.items()} == listed
         assert checkpoint.findings == ()
 
 

@@ -125,6 +125,7 @@ PLACES = {
     "published-not-recorded": "after(LocalAssembly, 'commit')",
     "one-published": "after(Journal, 'published')",
     "all-published": "after(Journal, 'published', lambda self, index: index == LAST)",
+    "before-the-index": "before(LocalStore, 'put', lambda self, key, *a: key == 'ckpt.index')",
     "before-the-manifest": "before(LocalStore, 'put', lambda self, key, *a: key == 'ckpt.json')",
     "before-the-metadata": "before(LocalStore, 'put', lambda self, key, *a: key == '.metadata')",
     "in-the-metadata": "before(local, 'publish', lambda hidden, path: path.endswith('.metadata'))",
@@ -136,7 +137,10 @@ from ckptool.storage import local
 from ckptool.storage.local import LocalStore
 from ckptool.storage.local_writers import LocalAssembly
 """
-ONLY_RESHARD = ("before-the-manifest", "before-the-metadata", "in-the-metadata")
+ONLY_RESHARD = (
+    *("before-the-index", "before-the-manifest"),
+    *("before-the-metadata", "in-the-metadata"),
+)
 TURNS = [
     pytest.param(job, place, id=f"{job}-{place}")
     for place in PLACES
