@@ -55,6 +55,8 @@ class FastMetadataMachine(MetadataMachine):
         self.slots: dict[str, int] = {}
         self.steps: dict[int, Callable[[], bool]] = {}
         self.dims: dict[bytes, tuple[int, ...]] = {}
+        self.named = _Named(self.memo)
+        self.numbers = _Numbers()
         self.skipped = _Skipped()
 
     def put(self, index: int) -> None:
@@ -108,6 +110,29 @@ class _Replay(MetadataMachine):
         self.num_put += 1
 
 
+class _Named(dict[bytes, Any]):
+    """What the memo has in a slot, by the slot's bytes; slots are never written twice."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+
+    def __missing__(self, raw: bytes) -> Any:
+        value = self._memo.get(_little(raw))
+        if value is not None:
+            self[raw] = value
+        return value
+
+
+class _Numbers(dict[bytes, int]):
+    """Integers by their opcodes: of positions and lengths there are few, used again and again."""
+
+    def __missing__(self, raw: bytes) -> int:
+        if len(self) >= _MAX_CACHED:
+            self.clear()
+        number = self[raw] = _int(raw)
+        return number
+
+
 class _Skipped:
     """Per run: its first memo slot, where it starts and ends, its first object's class's slot."""
 
@@ -158,11 +183,13 @@ def _chunks_step(
     def step() -> bool:
         start, first_slot = machine.position, machine.num_put
         data, push, end, num_put = machine.data, machine.stack.append, start, first_slot
+        dims_of = machine.dims.get
         found = match_first(data, start)
         while found is not None:
             raw_offsets, raw_sizes = found.groups()
             box = ChunkBox()
-            box.offsets, box.sizes = machine.size(raw_offsets), machine.size(raw_sizes)
+            box.offsets = dims_of(raw_offsets) or machine.size(raw_offsets)
+            box.sizes = dims_of(raw_sizes) or machine.size(raw_sizes)
             push(box)
             num_put += 2 + _num_put(raw_offsets) + _num_put(raw_sizes)
             end = found.end()
@@ -202,28 +229,29 @@ def _stored_step(
         start, first_slot = machine.position, machine.num_put
         data, push, memo = machine.data, machine.stack.append, machine.memo
         end, num_put = start, first_slot
+        named, numbers, dims_of = machine.named, machine.numbers, machine.dims.get
         found = match_first(data, start)
         while found is not None:
             short, long, short_length, long_length = found.groups()
             rest_at, text = found.end(), None
             if short or long:
-                text = memo.get(_little(short or long))
+                text = named[short or long]
             elif (new := machine.string(short_length, long_length, rest_at)) is not None:
                 text, rest_at = new
             rest = None if text is None else match_rest(data, rest_at)
             if rest is None:
                 break
-            hint, dims, short_path, long_path, at, length, *named = rest.groups()
-            file = memo.get(_little(short_path or long_path))
-            wrapped, num_more = _wrapped(memo, named)
+            hint, dims, short_path, long_path, at, length, *words = rest.groups()
+            file = named[short_path or long_path]
+            wrapped, num_more = _wrapped(named, words) if any(words) else (None, 0)
             if file is None or num_more is None:
                 break
             key, info = StorageKey(), StorageInfo()
             key.fqn = text
-            key.index = None if hint == b"N" else _int(hint)
-            key.offset = None if dims is None else machine.size(dims)
+            key.index = None if hint == b"N" else numbers[hint]
+            key.offset = None if dims is None else dims_of(dims) or machine.size(dims)
             info.relative_path = file
-            info.offset, info.length = _int(at), _int(length)
+            info.offset, info.length = _int(at), numbers[length]
             info.transform_descriptors = wrapped
             push(key)
             push(info)
@@ -239,14 +267,12 @@ def _stored_step(
     return step
 
 
-def _wrapped(memo: dict[int, Any], named: list[Any]) -> tuple[list[Any] | None, int | None]:
+def _wrapped(named: _Named, words: list[Any]) -> tuple[list[Any] | None, int | None]:
     """The transforms that the groups of _ONE_TRANSFORM name, and how many memo slots they take."""
-    if not any(named):
-        return None, 0
-    literal, short, long = named
+    literal, short, long = words
     if literal:
         return ["stream.zstd/1"], 2
-    name = memo.get(_little(short or long))
+    name = named[short or long]
     return ([name], 1) if name is not None else (None, None)
 
 

@@ -96,6 +96,7 @@ class _Reader:
     def places(self, stored: Any) -> dict[str, Places]:
         """storage_data by key and offsets; empties it on the way."""
         places: dict[str, Places] = {}
+        sound: set[tuple[int, ...]] = set()
         if stored is None:
             return places
         if not isinstance(stored, dict):
@@ -106,10 +107,19 @@ class _Reader:
                 raise self.damaged(f"a key of storage_data is {kind_of(key)}")
             if type(info) is not StorageInfo:
                 raise self.damaged(f"storage_data holds {kind_of(info)} for {key.fqn!r}")
-            if key.offset is not None:
-                self.check_dims(key.offset, key.fqn, "an offset in storage_data")
-            by_offset = places.setdefault(key.fqn, {})
-            by_offset.setdefault(key.offset, []).append((key.index, info))
+            offset, by_offset = key.offset, places.get(key.fqn)
+            if by_offset is None:
+                by_offset = places[key.fqn] = {}
+            try:
+                is_sound = offset is None or offset in sound
+            except TypeError:  # something in it can be no key
+                is_sound = False
+            if not is_sound:
+                sound.add(self.check_dims(offset, key.fqn, "an offset in storage_data"))
+            if offset in by_offset:
+                by_offset[offset].append((key.index, info))
+            else:
+                by_offset[offset] = [(key.index, info)]
         return places
 
     def entry(self, key: str, said: Any, places: Places, path: Path | None) -> Entry:
@@ -263,18 +273,13 @@ def _match(boxes: Sequence[ChunkBox], places: Places) -> list[StorageInfo | None
     Chunks are found by their offsets. Where several start at the same place, those with
     elements come first: an empty chunk is often recorded at another's offsets.
     """
-    infos = [_only(places, box.offsets) for box in boxes]
+    infos = [found[0][1] if (found := places.get(box.offsets)) else None for box in boxes]
     shared = len({box.offsets for box in boxes}) < len(boxes)
     if shared or any(len(found) > 1 for found in places.values()):
         infos = _match_shared(boxes, places)
     for box in boxes:
         places.pop(box.offsets, None)
     return infos
-
-
-def _only(places: Places, offsets: Any) -> StorageInfo | None:
-    found = places.get(offsets)
-    return found[0][1] if found else None
 
 
 def _match_shared(boxes: Sequence[ChunkBox], places: Places) -> list[StorageInfo | None]:
