@@ -60,6 +60,8 @@ class FastMetadataMachine(MetadataMachine):
         self.skipped = _Skipped()
 
     def put(self, index: int) -> None:
+        if index < self.num_put and index not in self.memo:
+            self.replay(index)  # a run may have been there: no slot is written twice
         super().put(index)
         value = self.stack[-1]
         name = value if type(value) is str else getattr(value, "name", None)
