@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 from s3_faults import FaultProxy
 from s3_server import S3Server
+
+# a shell that starts the tests in the background ignores Ctrl-C for them and their children
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def _one_chunk_a_rank(entry: TensorEntry, num_ranks: int) -> bool:
     rows = chunk_rows(entry.shape[0], num_ranks) if entry.shape else []
     merged = {Box((a,) + (0,) * (len(entry.shape) - 1), (b - a, *entry.shape[1:])) for a, b in rows}
     boxes = [chunk.box for chunk in entry.chunks]
-    whole = len(boxes) == 1 and boxes[0].sizes == entry.shape
+    whole = len(boxes) == 1 and (boxes[0].sizes == entry.shape or not entry.num_elements)
     return whole or set(boxes) <= merged
 
 
