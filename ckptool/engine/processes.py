@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,6 +56,7 @@ class _Child:
         self._process = context.Process(
             target=_serve, args=(theirs, recipe, num_threads), daemon=True
         )
+        resource_tracker.ensure_running()  # it would end the block on its way
         # blocked and not ignored: the parent still gets its Ctrl-C, and the child never does
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
