@@ -30,7 +30,8 @@ class Collectives:
 @dataclass(frozen=True)
 class Estimate:
     """All in bytes. The first four are there from one step to the next; ``gathered`` and
-    ``activations`` come and go within a step; ``checkpoint`` is independent of the ranks."""
+    ``activations`` come and go within a step; ``checkpoint`` is independent of the ranks.
+    ``is_offloaded``: weights, gradients and moments are in host memory between steps."""
 
     num_parameters: int
     num_local_parameters: int
@@ -46,17 +47,24 @@ class Estimate:
     checkpoint_per_rank: int
     ddp_steady: int
     collectives: Collectives
+    is_offloaded: bool = False
+
+    @property
+    def host(self) -> int:
+        """What CPU offload keeps in host memory."""
+        return self.weights + self.gradients + self.moments if self.is_offloaded else 0
 
     @property
     def steady(self) -> int:
-        return self.weights + self.gradients + self.moments + self.buffers
+        """What stays on the device."""
+        return self.weights + self.gradients + self.moments + self.buffers - self.host
 
     @property
     def peak(self) -> int:
         return self.steady + self.gathered + self.activations
 
     def to_json(self) -> dict[str, Any]:
-        facts = {**asdict(self), "steady": self.steady, "peak": self.peak}
+        facts = {**asdict(self), "steady": self.steady, "host": self.host, "peak": self.peak}
         return {"schema": "trainer.estimate/1", **facts}
 
 
@@ -83,6 +91,7 @@ def estimate(config: Config, model: ModelConfig, parallel: ParallelConfig) -> Es
         checkpoint_per_rank=-(-3 * total * size // ranks),
         ddp_steady=4 * total * size,
         collectives=_collectives(config, units, parallel, dtypes),
+        is_offloaded=config.memory.cpu_offload,
     )
 
 
@@ -94,6 +103,8 @@ def estimate_lines(result: Estimate, *, title: str) -> Iterator[str]:
     yield "memory per rank"
     for name in ("weights", "gradients", "moments", "buffers", "steady"):
         yield f"  {name:<18}{_show(getattr(result, name)):>16}"
+    if result.is_offloaded:
+        yield f"  {'in host memory':<18}{_show(result.host):>16}  CPU offload"
     yield f"  {'gathered units':<18}{_show(result.gathered):>16}  comes and goes within a step"
     yield f"  {'activations':<18}{_show(result.activations):>16}  about; not sharded"
     yield f"  {'peak':<18}{_show(result.peak):>16}  about"

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from trainer.config import (
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from trainer.estimate import estimate
 from trainer.explain import LESSON_SHAPES, explain_lesson
 from trainer.layout import Layout, build_mesh, resolve_parallel
@@ -141,3 +148,13 @@ def test_commands_print_without_starting_ranks() -> None:
     )
     assert "8,320 parameters; rank 0 of 2 holds 4,160" in done.stdout
     assert "(64, 64) ->         (32, 64)  Shard(0)" in done.stdout
+
+
+def test_cpu_offload_moves_the_steady_state_to_the_host() -> None:
+    """What CPU offload keeps in host memory is not counted on the device."""
+    parallel = resolve_parallel(ParallelConfig(), world_size=2, model=MODEL)
+    on_device = estimate(Config(), MODEL, parallel)
+    offloaded = estimate(Config(memory=MemoryConfig(cpu_offload=True)), MODEL, parallel)
+    assert offloaded.steady == offloaded.buffers
+    assert offloaded.host + offloaded.buffers == on_device.steady
+    assert on_device.host == 0
