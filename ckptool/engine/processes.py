@@ -67,6 +67,7 @@ class _Child:
         self._open: dict[int, Future[StepResult]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._reaping = threading.Lock()
         self._dead = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -96,10 +97,11 @@ class _Child:
 
     def stop(self) -> None:
         """Wait for what it is doing, and end it where that takes too long."""
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        with self._reaping:
+            self._process.join(30)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
         self._reader.join(5)
         self._pipe.close()
 
@@ -125,9 +127,11 @@ class _Child:
             future.set_exception(self._death())
 
     def _death(self) -> CkptoolError:
-        self._process.join(5)
+        with self._reaping:  # of two threads that wait for a child, one never learns its code
+            self._process.join(5)
+            code = self._process.exitcode
         return CkptoolError(
-            f"a worker process died with exit code {self._process.exitcode}",
+            f"a worker process died with exit code {code}",
             hint="out of memory? a smaller --max-memory or --jobs, or --executor threads",
         )
 
