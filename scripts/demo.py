@@ -128,7 +128,10 @@ class Demo:
         out = self._work / "model.safetensors"
         run(*CKPTOOL, "export", step, str(out), "--dtype", "bf16")
         tell(f"the trainer's last loss: {self._loss} (fp32, before the step's update)")
-        tell(python("generate", str(out), "scripts/demo.toml", str(NUM_STEPS)))
+        printed = python("generate", str(out), "scripts/demo.toml", str(NUM_STEPS))
+        tell(printed)
+        loss = float(printed.split(f"step {NUM_STEPS}: ")[1].split()[0])
+        check(abs(loss - float(self._loss)) < 0.1, "the exported model must do as the trainer's")
 
 
 CKPTOOL = (sys.executable, "-m", "ckptool")

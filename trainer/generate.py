@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.config import Config
 from trainer.data import Corpus, DataStream, load_corpus
+from trainer.init import reset_buffers
 from trainer.model import Transformer, complete_model_config
 
 __all__ = ["PlainModel", "plain_model"]
@@ -50,4 +51,6 @@ def plain_model(config: Config) -> PlainModel:
     sizes = complete_model_config(
         config.model, config.data, tokenizer_vocab_size=corpus.tokenizer.vocab_size
     )
-    return PlainModel(config, Transformer(sizes).eval(), corpus)
+    model = Transformer(sizes).eval()
+    reset_buffers(model, device=torch.device("cpu"))
+    return PlainModel(config, model, corpus)

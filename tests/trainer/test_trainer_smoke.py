@@ -8,6 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
+from ckptool.operations.export import export
+from trainer.config_file import load_config
+from trainer.generate import plain_model
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "model.dim": "32",
@@ -40,12 +46,21 @@ def _train(folder, num_ranks):
     return done.stderr
 
 
+def _plain_loss(run, *, step, out):
+    """The loss of the exported weights in one plain process, on the batch of a step."""
+    export(str(run), str(out))
+    plain = plain_model(load_config(None, overrides=[f"{k}={v}" for k, v in SETTINGS.items()]))
+    plain.model.load_state_dict(load_file(out))
+    return plain.loss(step)
+
+
 def test_a_run_is_saved_and_resumed_on_fewer_ranks(tmp_path):
     """torchrun as a user types it: FSDP2 on two ranks, then the last step again on one."""
     run = tmp_path / "run"
     _train(run, 2)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if row["event"] == "step"}
+    assert abs(_plain_loss(run, step=6, out=tmp_path / "m.safetensors") - losses[6]) < 0.1
     (run / "step-00000006" / ".metadata").unlink()
     assert "resumed from step 3" in _train(run, 1)
     again = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
