@@ -8,15 +8,14 @@ machine cannot measure one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from bench_common import machine, measure, parse_size, print_table, python, text_size, write_json
+from bench_ranks import rank_arguments, say
 
 SCHEMA = "ckptool.bench_live_export/1"
 RATIOS = ("live_vs_full_state_dict", "host_growth_mib", "gpu_growth_mib", "step_slowdown")
@@ -24,12 +23,12 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = rank_arguments("scripts/bench_live_export", measured="weights")
     on_gpu = arguments.device == "cuda"
     default = "8.8GiB" if on_gpu else "1GiB"
     num_bytes = parse_size(arguments.size or ("128MiB" if arguments.quick else default))
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        _say(f"exporting {text_size(num_bytes)} from {arguments.ranks} ranks")
+        say(f"exporting {text_size(num_bytes)} from {arguments.ranks} ranks")
         spec = {
             "num_ranks": arguments.ranks,
             "device": arguments.device,
@@ -94,21 +93,6 @@ def _print(document: Mapping[str, Any]) -> None:
         for name, value in document["ratios"].items()
     ]
     print_table("ratios", rows)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench_live_export")
-    parser.add_argument("--quick", action="store_true", help="a small model, within a minute")
-    parser.add_argument("--json", metavar="PATH", help="write one JSON document")
-    parser.add_argument("--size", help="bytes of the weights, such as 2GiB")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--scratch", help="a folder for what is written")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -10,7 +11,24 @@ import sys
 import warnings
 from typing import Any
 
-__all__ = ["join_ranks", "start_ranks"]
+__all__ = ["join_ranks", "rank_arguments", "say", "start_ranks"]
+
+
+def rank_arguments(prog: str, *, measured: str) -> argparse.Namespace:
+    """The command line of a benchmark on ranks; ``measured`` is what ``--size`` counts."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--quick", action="store_true", help="little of it, within a minute")
+    parser.add_argument("--json", metavar="PATH", help="write one JSON document")
+    parser.add_argument("--size", help=f"bytes of the {measured}, such as 2GiB")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--scratch", help="a folder for what is written")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    """Tell whoever waits; stdout is for the tables."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def start_ranks(script: str, spec: dict[str, Any]) -> None:

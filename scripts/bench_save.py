@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import machine, measure, parse_size, print_table, python, text_size, write_json
+from bench_ranks import rank_arguments, say
 from bench_servers import KEY, REGION, SECRET, Server, installed, running
 
 SCHEMA = "ckptool.bench_save/1"
@@ -34,7 +34,7 @@ RATIOS = (
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = rank_arguments("scripts/bench_save", measured="state")
     num_bytes = parse_size(arguments.size or ("96MiB" if arguments.quick else "1GiB"))
     num_rounds = 1 if arguments.quick else 3
     document: dict[str, Any] = {
@@ -49,10 +49,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         names = installed()[:1] if arguments.quick else installed()
         for name in names if arguments.device == "cpu" else []:
-            _say(f"saving to and loading from {name}")
+            say(f"saving to and loading from {name}")
             with running(name, scratch=Path(scratch), store_bytes=16 * num_bytes) as server:
                 document["servers"][name] = _on_server(server, arguments, num_bytes, num_rounds)
-        _say(f"training on {arguments.device} while saves go on")
+        say(f"training on {arguments.device} while saves go on")
         document["steps"] = _run_job(
             {
                 "job": "steps",
@@ -164,21 +164,6 @@ def _row(case: str, seconds: Sequence[float], num_bytes: int) -> dict[str, str]:
         "MiB/s": f"{num_bytes / middle / 2**20:.0f}",
         "spread": f"{min(seconds):.2f}-{max(seconds):.2f}",
     }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench_save")
-    parser.add_argument("--quick", action="store_true", help="small state, within a minute")
-    parser.add_argument("--json", metavar="PATH", help="write one JSON document")
-    parser.add_argument("--size", help="bytes of the state, such as 2GiB")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--scratch", help="a folder for what is written")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
         shutil.copytree(step, Path(job["config"]["run"]["root"], step.name))
     try:
         return {"code": train(make_config(job["config"]))}
-    except Exception:
+    except Exception:  # any reason is the job's answer, and must not be lost
         print(job["name"], traceback.format_exc(), flush=True)
         os._exit(1)  # the other ranks may wait in a collective for ever
 

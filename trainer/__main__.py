@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CkptoolError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         code = error.exit_code
-    except Exception:
+    except Exception:  # whatever it was, the rank must leave at once: its peers wait for it
         traceback.print_exc()
         code = 1
     from trainer.process import leave_at_once

@@ -30,7 +30,7 @@ from ckptool.storage.fsspec_store import FsspecStore
 def generic(tmp_path: Path) -> FsspecStore:
     """A store over a file system that we know nothing special about."""
     filesystem = DirFileSystem(str(tmp_path), LocalFileSystem())
-    return FsspecStore(filesystem, "root", url="odd://root", options={}, deadline_s=1)
+    return FsspecStore(filesystem, "root", url="odd://place", options={}, deadline_s=1)
 
 
 def test_a_generic_store_is_written_in_order(generic: FsspecStore) -> None:
@@ -67,7 +67,7 @@ def test_a_generic_read_that_stays_short(
     assert generic.read("k", start=0, end=4) == b"0123"
     assert len(calls) == 3
     monkeypatch.setattr(generic._fs, "cat_file", lambda path, start=None, end=None: b"01")
-    with pytest.raises(ShortReadError, match="odd://root/k at byte 0"):
+    with pytest.raises(ShortReadError, match="odd://place/k at byte 0"):
         generic.read("k", start=0, end=4)
 
 
