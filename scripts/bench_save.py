@@ -50,7 +50,7 @@ def main() -> None:
         names = installed()[:1] if arguments.quick else installed()
         for name in names if arguments.device == "cpu" else []:
             say(f"saving to and loading from {name}")
-            with running(name, scratch=Path(scratch), store_bytes=16 * num_bytes) as server:
+            with running(name, scratch=Path(scratch), store_bytes=10 * num_bytes) as server:
                 document["servers"][name] = _on_server(server, arguments, num_bytes, num_rounds)
         say(f"training on {arguments.device} while saves go on")
         document["steps"] = _run_job(
@@ -84,8 +84,7 @@ def _on_server(
         "client_kwargs": {"region_name": REGION},
     }
     cases = ["ckptool", "client", "dcp.save + FsspecWriter"]
-    if not arguments.quick:
-        cases += ["dcp.async_save, thread", "dcp.async_save, process"]
+    once = [] if arguments.quick else ["dcp.async_save, thread", "dcp.async_save, process"]
     return _run_job(
         {
             "job": "server",
@@ -95,7 +94,8 @@ def _on_server(
             "num_rounds": num_rounds,
             "url": bucket,
             "options": options,
-            "cases": cases,
+            "cases": [*cases, *once],
+            "once": once,
         }
     )
 

@@ -21,6 +21,7 @@ from bench_save_steps import measure_steps
 from simulated_ranks import load_as, save_as
 
 _NUM_TENSORS = 24
+_COLLECTION_S = 5.0  # RGW collects what was deleted every second
 
 
 def main() -> None:
@@ -96,14 +97,30 @@ def _server(spec: dict[str, Any]) -> dict[str, Any]:
     client(999)  # a new bucket is slow at first: nobody's figures should have that in them
     for number in range(spec["num_rounds"]):
         for case in spec["cases"]:
-            saves[case].append(_timed(lambda c=case, n=number: savers[c](n)))
+            if number == 0 or case not in spec["once"]:
+                saves[case].append(_timed(lambda c=case, n=number: savers[c](n)))
         loads["ckptool"].append(_timed(lambda n=number: ours_back(n)))
         reader = FsspecReader(f"{url}/stock/{number}", **options)
         loads["dcp.load + FsspecReader"].append(
             _timed(lambda r=reader: dcp.load(state, storage_reader=r))
         )
+        _empty(url, options)
     checkpointer.close()
     return {"save": saves, "load": loads, "amplification": max(amplifications)}
+
+
+def _empty(url: str, options: dict[str, Any]) -> None:
+    """Remove what the last round wrote: a server that keeps objects in memory has no more."""
+    import torch.distributed as dist
+
+    from ckptool.storage import open_store
+
+    if dist.get_rank() == 0:
+        store = open_store(url, options=options)
+        for found in store.list():
+            store.delete(found.key)
+        time.sleep(_COLLECTION_S)
+    dist.barrier()
 
 
 def _timed(work: Callable[[], None]) -> float:

@@ -102,7 +102,11 @@ def _initialiser(
         for name, parameter in module.named_parameters(recurse=False):
             full = clean_name(f"{prefix}.{name}")
             init_parameter(
-                parameter, name=full, num_layers=len(model.model.layers), seed=config.run.seed
+                parameter,
+                name=full,
+                num_layers=len(model.model.layers),
+                seed=config.run.seed,
+                draw_on=device,
             )
         if isinstance(module, Rotary):
             module.reset_buffers(device)

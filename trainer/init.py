@@ -23,11 +23,27 @@ _BLOCK_NUMEL = 1 << 18
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
-def materialise(model: nn.Module, *, device: torch.device, num_layers: int, seed: int) -> None:
-    """Give a (sharded) model on the meta device its storage and its first weights, in place."""
+def materialise(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    num_layers: int,
+    seed: int,
+    draw_on: torch.device | None = None,
+) -> None:
+    """Give a (sharded) model on the meta device its storage and its first weights, in place.
+
+    ``draw_on``: whose random numbers to use, where that is not the device that keeps the weights.
+    """
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        init_parameter(parameter, name=clean_name(name), num_layers=num_layers, seed=seed)
+        init_parameter(
+            parameter,
+            name=clean_name(name),
+            num_layers=num_layers,
+            seed=seed,
+            draw_on=draw_on or device,
+        )
 
 
 def reset_buffers(model: nn.Module, *, device: torch.device) -> None:
@@ -45,15 +61,18 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def init_parameter(parameter: torch.Tensor, *, name: str, num_layers: int, seed: int) -> None:
-    """Fill this rank's part of one parameter."""
+def init_parameter(
+    parameter: torch.Tensor, *, name: str, num_layers: int, seed: int, draw_on: torch.device
+) -> None:
+    """Fill this rank's part of one parameter; one seed draws other numbers on a GPU."""
     local, offsets = local_box(parameter)
     if name.endswith("norm.weight"):
         local.fill_(1.0)
         return
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = 0.02 / math.sqrt(2 * num_layers) if residual else 0.02
-    _fill_normal(local, parameter.shape, offsets, std=std, name=name, seed=seed)
+    numbers = _Numbers(name, seed, draw_on)
+    _fill_normal(local, parameter.shape, offsets, std=std, numbers=numbers)
 
 
 def local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -72,8 +91,7 @@ def _fill_normal(
     offsets: tuple[int, ...],
     *,
     std: float,
-    name: str,
-    seed: int,
+    numbers: _Numbers,
 ) -> None:
     """Draw the blocks of rows that ``local`` touches, and keep its part of each."""
     if local.numel() == 0:
@@ -84,17 +102,23 @@ def _fill_normal(
     columns = tuple(
         slice(start, start + size) for start, size in zip(offsets[1:], local.shape[1:], strict=True)
     )
-    generator = torch.Generator(device=local.device)
     for block in range(first // block_rows, (end - 1) // block_rows + 1):
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
-        generator.manual_seed(_block_seed(seed, name, block))
-        drawn = torch.empty((stop - start, *shape[1:]), device=local.device)
-        drawn.normal_(0.0, std, generator=generator)
+        drawn = numbers.normal((stop - start, *shape[1:]), block=block, std=std)
         low, high = max(start, first), min(stop, end)
         part = drawn[(slice(low - start, high - start), *columns)]
         local[low - first : high - first].copy_(part)
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+class _Numbers:
+    """The random numbers of one parameter, block by block."""
+
+    def __init__(self, name: str, seed: int, device: torch.device) -> None:
+        self._name, self._seed = name, seed
+        self._generator = torch.Generator(device=device)
+
+    def normal(self, shape: tuple[int, ...], *, block: int, std: float) -> torch.Tensor:
+        digest = hashlib.sha256(f"{self._seed}/{self._name}/{block}".encode()).digest()
+        self._generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        drawn = torch.empty(shape, device=self._generator.device)
+        return drawn.normal_(0.0, std, generator=self._generator)

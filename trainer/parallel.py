@@ -48,7 +48,13 @@ def build_model(config: Config, model_config: ModelConfig, layout: Layout) -> nn
     if layout.parallel.strategy == "fsdp2":
         fsdp2.shard_model(model, config, layout)
     storage = torch.device("cpu") if config.memory.cpu_offload else layout.device
-    materialise(model, device=storage, num_layers=model_config.num_layers, seed=config.run.seed)
+    materialise(
+        model,
+        device=storage,
+        num_layers=model_config.num_layers,
+        seed=config.run.seed,
+        draw_on=layout.device,
+    )
     reset_buffers(model, device=layout.device)
     if layout.parallel.strategy == "ddp":
         ids = [layout.device] if layout.device.type == "cuda" else None

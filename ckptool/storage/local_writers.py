@@ -313,6 +313,17 @@ def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done : done + 2**30], offset + done)
+    _start_writeback(fd, offset, len(view))
+
+
+def _start_writeback(fd: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin with what was written, or the sync at the end waits for all of it.
+
+    Linux starts to write dirty pages that nobody needs any more, and does not wait for them.
+    """
+    if num_bytes >= _BUFFER_BYTES and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # advice, which a file system need not take
+            os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def test_weights_depend_on_the_name_and_the_seed() -> None:
     drawn = []
     for name, seed in (("a.weight", 1), ("b.weight", 1), ("a.weight", 2), ("a.weight", 1)):
         weight = torch.empty(8, 8)
-        init_parameter(weight, name=name, num_layers=1, seed=seed)
+        init_parameter(weight, name=name, num_layers=1, seed=seed, draw_on=torch.device("cpu"))
         drawn.append(weight)
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
