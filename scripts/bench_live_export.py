@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench_common import machine, measure, parse_size, print_table, python, text_size, write_json
-from bench_ranks import rank_arguments, say
+from bench_ranks import rank_parser, say
 
 SCHEMA = "ckptool.bench_live_export/1"
 RATIOS = ("live_vs_full_state_dict", "host_growth_mib", "gpu_growth_mib", "step_slowdown")
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    arguments = rank_arguments("scripts/bench_live_export", measured="weights")
+    arguments = rank_parser("scripts/bench_live_export", measured="weights").parse_args()
     on_gpu = arguments.device == "cuda"
     default = "8.8GiB" if on_gpu else "1GiB"
     num_bytes = parse_size(arguments.size or ("128MiB" if arguments.quick else default))

@@ -11,10 +11,10 @@ import sys
 import warnings
 from typing import Any
 
-__all__ = ["join_ranks", "rank_arguments", "say", "start_ranks"]
+__all__ = ["join_ranks", "rank_parser", "say", "start_ranks"]
 
 
-def rank_arguments(prog: str, *, measured: str) -> argparse.Namespace:
+def rank_parser(prog: str, *, measured: str) -> argparse.ArgumentParser:
     """The command line of a benchmark on ranks; ``measured`` is what ``--size`` counts."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--quick", action="store_true", help="little of it, within a minute")
@@ -23,7 +23,7 @@ def rank_arguments(prog: str, *, measured: str) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--scratch", help="a folder for what is written")
-    return parser.parse_args()
+    return parser
 
 
 def say(text: str) -> None:

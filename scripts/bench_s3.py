@@ -49,7 +49,7 @@ class Client:
                 answer = await self.s3.upload_part(**upload, PartNumber=number, Body=body)
                 return str(answer["ETag"])
 
-            await self._write(dest, key, num_bytes, send)
+            await self.write(dest, key, num_bytes, send)
 
         await self._each(source, one)
 
@@ -68,7 +68,7 @@ class Client:
                 )
                 return str(answer["CopyPartResult"]["ETag"])
 
-            await self._write(dest, key, num_bytes, send)
+            await self.write(dest, key, num_bytes, send)
 
         await self._each(source, one)
 
@@ -82,7 +82,7 @@ class Client:
                 return str(answer["ETag"])
 
             key = path.relative_to(folder).as_posix()
-            await self._write(dest, key, path.stat().st_size, send)
+            await self.write(dest, key, path.stat().st_size, send)
 
         await asyncio.gather(*(one(path) for path in folder.rglob("*") if path.is_file()))
 
@@ -118,20 +118,7 @@ class Client:
                 return found
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-    async def _each(self, source: str, one: Callable[[str, int], Awaitable[None]]) -> None:
-        found = await self.list(source)
-        if not found:
-            raise SystemExit(f"nothing is at {source}")
-        await asyncio.gather(*(one(key, size) for key, size in found.items()))
-
-    async def _read(self, source: str, key: str, start: int, end: int) -> bytes:
-        answer = await self.s3.get_object(
-            Bucket=_bucket(source), Key=_join(source, key), Range=f"bytes={start}-{end - 1}"
-        )
-        async with answer["Body"] as body:
-            return bytes(await body.read())
-
-    async def _write(
+    async def write(
         self,
         dest: str,
         key: str,
@@ -149,6 +136,19 @@ class Client:
         cuts = enumerate(self._cut(num_bytes), 1)
         parts = await asyncio.gather(*(part(number, *each) for number, each in cuts))
         await self.s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+
+    async def _each(self, source: str, one: Callable[[str, int], Awaitable[None]]) -> None:
+        found = await self.list(source)
+        if not found:
+            raise SystemExit(f"nothing is at {source}")
+        await asyncio.gather(*(one(key, size) for key, size in found.items()))
+
+    async def _read(self, source: str, key: str, start: int, end: int) -> bytes:
+        answer = await self.s3.get_object(
+            Bucket=_bucket(source), Key=_join(source, key), Range=f"bytes={start}-{end - 1}"
+        )
+        async with answer["Body"] as body:
+            return bytes(await body.read())
 
     def _cut(self, num_bytes: int) -> Iterator[tuple[int, int]]:
         for start in range(0, num_bytes, self._part_bytes):
