@@ -19,7 +19,6 @@ _BYTES_PER_PARAMETER = 12  # weight and two moments in fp32
 
 def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
     """Step times of each phase, the stall of a save as a share of a step, and staging alone."""
-    import torch.distributed as dist
 
     from ckptool.torch import Checkpointer
 
@@ -38,13 +37,14 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
         else:
             phases[phase] = _summary(training.steps(num_steps), 0.0)
     checkpointer.wait()
-    if spec["stock"]:
-        phases["dcp.async_save, thread"] = training.steps_during_stock(root / "stock", num_steps)
     staging = _staging(training, checkpointer, spec)
     checkpointer.close()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root, ignore_errors=True)
+    _remove(root)
+    if spec["memory_url"]:
+        phases["our save, to memory"] = _to_memory(training, spec)
+    for kind in spec["stock"]:
+        phases[kind] = training.steps_during_stock(kind, root / "stock", num_steps)
+        _remove(root)
     alone = statistics.mean(phases[name]["mean_s"] for name in phases if name.startswith("no"))
     saved = statistics.mean(phases[name]["mean_s"] for name in phases if name.startswith("our"))
     return {
@@ -136,16 +136,26 @@ class Training:
                 break
         return _summary(times, report.blocked_s)
 
-    def steps_during_stock(self, folder: Path, num_steps: int) -> dict[str, Any]:
+    def steps_during_stock(self, kind: str, folder: Path, num_steps: int) -> dict[str, Any]:
+        """``kind`` is one of torch's own ways; the save's call is in the first step."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+        future = None
         started = time.perf_counter()
-        future = dcp.async_save(self.state(), checkpoint_id=str(folder))
+        if kind == "dcp.save":
+            dcp.save(self.state(), checkpoint_id=str(folder))
+        else:
+            way = AsyncCheckpointerType(kind.rpartition(" ")[2])
+            future = dcp.async_save(
+                self.state(), checkpoint_id=str(folder), async_checkpointer_type=way
+            )
         called_s = time.perf_counter() - started
         times = self.steps(1)
         times[0] += called_s
         times += self.steps(num_steps - 1)
-        future.result()
+        if future is not None:
+            future.result()
         return _summary(times, called_s)
 
     def on_all(self, mine: bool) -> bool:
@@ -158,6 +168,27 @@ class Training:
         if flag.item():
             self._ended = False
         return bool(flag.item())
+
+
+def _to_memory(training: Training, spec: dict[str, Any]) -> dict[str, Any]:
+    """The same to a file system in memory: what is left where no disk has to take the bytes."""
+    from ckptool.torch import Checkpointer
+
+    with Checkpointer(spec["memory_url"]) as checkpointer:
+        checkpointer.prepare(training.state())
+        training.saved_by(checkpointer, number=0)
+        found = training.steps_during(checkpointer, 1, at_least=spec["num_steps"])
+    _remove(Path(spec["memory_url"]))
+    return found
+
+
+def _remove(folder: Path) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
 
 
 def _staging(training: Training, checkpointer: Any, spec: dict[str, Any]) -> dict[str, Any]:
