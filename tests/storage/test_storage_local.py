@@ -272,3 +272,42 @@ def test_a_local_store_loads_no_client(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LEAN, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only some systems take the advice")
+@pytest.mark.parametrize("way", ["put", "assembly", "stream"])
+def test_the_disk_begins_with_each_part(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is written is on its way to the disk before the sync that waits for it."""
+    events: list[Any] = []
+    advise, sync = os.posix_fadvise, os.fsync
+
+    def advised(fd: int, offset: int, num_bytes: int, advice: int) -> None:
+        events.append((offset, num_bytes, advice))
+        advise(fd, offset, num_bytes, advice)
+
+    def synced(fd: int) -> None:
+        events.append("sync")
+        sync(fd)
+
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(os, "fsync", synced)
+    _write_all(open_store(str(tmp_path / "run")), way, 2 * MIB)
+    begun = events.index((0, 2 * MIB, os.POSIX_FADV_DONTNEED))
+    assert "sync" in events[begun:]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only some systems take the advice")
+def test_a_file_system_that_takes_no_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused advice is no failure."""
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EINVAL, "no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    store = open_store(str(tmp_path / "run"))
+    _write_all(store, "assembly", 2 * MIB)
+    assert store.read("k") == bytes(2 * MIB)
