@@ -57,12 +57,13 @@ def test_buffers_are_never_stored() -> None:
 @pytest.mark.parametrize("shape", [(1000, 700), (7,), (3, 5)])
 def test_a_shard_is_drawn_like_the_whole(shape: tuple[int, ...], num_ranks: int) -> None:
     """Rows drawn on their own rank are those of the parameter drawn at once."""
-    from trainer.init import _fill_normal
+    from trainer.init import _fill_normal, _Numbers
 
     def draw(first: int, num_rows: int) -> torch.Tensor:
         local = torch.empty((num_rows, *shape[1:]))
         offsets = (first, *(0 for _ in shape[1:]))
-        _fill_normal(local, torch.Size(shape), offsets, std=0.02, name="a.weight", seed=5)
+        numbers = _Numbers("a.weight", 5, local.device)
+        _fill_normal(local, torch.Size(shape), offsets, std=0.02, numbers=numbers)
         return local
 
     parts, first = [], 0
