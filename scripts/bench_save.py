@@ -54,7 +54,9 @@ def main() -> None:
         for name in names if arguments.device == "cpu" else []:
             say(f"saving to and loading from {name}")
             with running(name, scratch=Path(scratch), store_bytes=10 * num_bytes) as server:
-                document["servers"][name] = _on_server(server, arguments, num_bytes, num_rounds)
+                found = _on_server(server, arguments, num_bytes, num_rounds)
+            document["servers"][name] = found
+            _print_server(name, found, num_bytes, num_ranks=arguments.server_ranks)
         say(f"training on {arguments.device} while saves go on")
         document["steps"] = _run_job(
             {
@@ -160,13 +162,13 @@ def _worst(servers: Any, what: str, case: str) -> float | None:
     return min(found, default=None)
 
 
+def _print_server(name: str, server: Mapping[str, Any], num_bytes: int, *, num_ranks: int) -> None:
+    for what in ("save", "load"):
+        rows = [_row(case, seconds, num_bytes) for case, seconds in server[what].items()]
+        print_table(f"{what}, {text_size(num_bytes)} of {num_ranks} rank(s) on {name}", rows)
+
+
 def _print(document: Mapping[str, Any]) -> None:
-    num_bytes = document["state_bytes"]
-    for name, server in document["servers"].items():
-        for what in ("save", "load"):
-            rows = [_row(case, seconds, num_bytes) for case, seconds in server[what].items()]
-            ranks = f"{document['num_server_ranks']} rank(s)"
-            print_table(f"{what}, {text_size(num_bytes)} of {ranks} on {name}", rows)
     steps = document["steps"]
     rows = [
         {
