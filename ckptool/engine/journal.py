@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ckptool.engine import grouped
@@ -57,6 +58,8 @@ class Journal:
         self._num_parts = 0
         self._lines: list[str] = []
         self._flushed = time.monotonic()
+        self._beside: tuple[Future[Any], list[str]] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     @classmethod
     def create(cls, store: Store, key: str, header: JournalHeader) -> Journal:
@@ -74,7 +77,8 @@ class Journal:
             lines = store.read(name).split(b"\n")
             for line in lines[1:] if name == key else lines:
                 replay(begun, line)
-        journal = cls(store, key, header, begun=begun, number=len(keys) + 1)
+        last = int(keys[-1].rpartition(".")[2]) if keys else 0
+        journal = cls(store, key, header, begun=begun, number=last + 1)
         journal._lines.append("\n")  # the last line may have been cut short
         return journal
 
@@ -115,8 +119,10 @@ class Journal:
         """Record a part."""
         self._num_parts += 1
         self._add({"part": step.number, "start": step.start, **result_json(result)})
-        if self._store.capabilities.append or time.monotonic() - self._flushed > FLUSH_S:
+        if self._store.capabilities.append:
             self.flush()
+        elif time.monotonic() - self._flushed > FLUSH_S:
+            self._flush_beside()
 
     def published(self, index: int) -> None:
         """Record that an output is visible under its name."""
@@ -125,19 +131,20 @@ class Journal:
 
     def flush(self) -> None:
         """Write what was recorded since the last time."""
+        self._settle()
         if not self._lines:
             return
         data = "".join(self._lines).encode()
         if self._store.capabilities.append:
             self._store.append(self._key, data)
         else:
-            self._store.put(f"{self._key}.{self._number:06d}", data)
-            self._number += 1
+            self._store.put(self._next_key(), data)
         self._lines = []
         self._flushed = time.monotonic()
 
     def remove(self) -> None:
         """The run is over: nothing of the journal stays."""
+        self._settle()
         for name in (*_segments(self._store, self._key), self._key):
             self._store.delete(name)
 
@@ -155,6 +162,7 @@ class Journal:
 
     def discard(self) -> None:
         """Leave nothing of the run, neither begun nor published; the journal itself stays."""
+        self._settle()
         uploads = self._uploads()
         pending = {upload.token for upload in uploads}
         for key in self._header.commits:
@@ -177,6 +185,31 @@ class Journal:
             or upload.key == name
             or upload.key.startswith((self._key, f"{name}{MEMBER_MARK}"))
         ]
+
+    def _flush_beside(self) -> None:
+        """Write while the run goes on: a busy server takes its time for a small object, too."""
+        if self._beside is not None and not self._beside[0].done():
+            return
+        self._settle()
+        lines, self._lines = self._lines, []
+        future = self._pool.submit(self._store.put, self._next_key(), "".join(lines).encode())
+        self._beside = (future, lines)
+        self._flushed = time.monotonic()
+
+    def _settle(self) -> None:
+        """Wait for what is being written; what failed is to be written again."""
+        if self._beside is None:
+            return
+        (future, lines), self._beside = self._beside, None
+        try:
+            future.result()
+        except BaseException:
+            self._lines = lines + self._lines
+            raise
+
+    def _next_key(self) -> str:
+        self._number += 1
+        return f"{self._key}.{self._number - 1:06d}"
 
     def _add(self, record: dict[str, Any]) -> None:
         self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
