@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import uuid
@@ -66,7 +65,6 @@ def main() -> None:
                 "state_bytes": num_bytes,
                 "num_steps": 8 if arguments.quick else 30,
                 "url": str(Path(scratch, "steps")),
-                "memory_url": _memory_url(num_bytes) if arguments.device == "cuda" else None,
                 "stock": [] if arguments.quick else STOCK,
             }
         )
@@ -116,13 +114,6 @@ def _on_server(
             "once": once,
         }
     )
-
-
-def _memory_url(num_bytes: int) -> str | None:
-    """A folder in memory, where there is room for a save and the staging of another."""
-    place = Path("/dev/shm")
-    has_room = place.is_dir() and shutil.disk_usage(place).free > 4 * num_bytes
-    return tempfile.mkdtemp(prefix="bench-save-", dir=place) if has_room else None
 
 
 def _run_job(spec: Mapping[str, Any]) -> dict[str, Any]:

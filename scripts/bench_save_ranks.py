@@ -164,7 +164,6 @@ class _BareClient:
         self._loop = asyncio.new_event_loop()
         filesystem = s3fs.S3FileSystem(
             asynchronous=True,
-            loop=self._loop,
             config_kwargs=_CONFIG,
             skip_instance_cache=True,
             **options,

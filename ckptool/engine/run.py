@@ -19,7 +19,7 @@ from ckptool.engine.ledger import Ledger, Piece, join_crcs
 from ckptool.engine.normal import Normaliser
 from ckptool.engine.sinks import Writing
 from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTask
-from ckptool.engine.worker import StepResult, Worker
+from ckptool.engine.worker import PROVE_BYTES, StepResult, Worker
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
 from ckptool.planning.parts import Step, needed_payloads
@@ -28,8 +28,6 @@ from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
 __all__ = ["How", "RunReport", "run_plan"]
-
-PROVE_BYTES = 4 << 20
 
 
 @dataclass

@@ -24,10 +24,11 @@ from ckptool.planning.plan import Copy, Literal, Normal, Payload, Place, Tail
 from ckptool.planning.reads import coalesce
 from ckptool.storage.base import PartReceipt, Store
 
-__all__ = ["Sink", "StepResult", "Worker"]
+__all__ = ["PROVE_BYTES", "Sink", "StepResult", "Worker"]
 
 MAX_GAP_BYTES = 8 << 10
 MAX_READ_BYTES = 16 << 20
+PROVE_BYTES = 4 << 20  # read at once for a CRC alone: every job may hold as much
 
 
 class Sink(Protocol):
@@ -123,8 +124,8 @@ class Worker:
 
     def _crc_of(self, extent: Extent) -> int:
         crc = 0
-        for start in range(extent.start, extent.end, MAX_READ_BYTES):
-            end = min(start + MAX_READ_BYTES, extent.end)
+        for start in range(extent.start, extent.end, PROVE_BYTES):
+            end = min(start + PROVE_BYTES, extent.end)
             buffer = self._buffer(end - start)
             self._source.read_into(Extent(extent.key, start, end), buffer)
             crc = crc32(buffer, crc)
