@@ -4,6 +4,8 @@ and large writes are dropped. bench_save starts an uploader so, to see what is l
 
 from __future__ import annotations
 
+import os
+
 from ckptool.storage import local_writers
 
 _LARGE_BYTES = 2**20
@@ -13,6 +15,8 @@ _write = local_writers._pwrite_all
 def _drop(fd: int, view: memoryview, offset: int) -> None:
     if len(view) < _LARGE_BYTES:
         _write(fd, view, offset)
+    else:
+        os.pwrite(fd, view[-1:], offset + len(view) - 1)
 
 
 local_writers._pwrite_all = _drop
