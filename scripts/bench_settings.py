@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from bench_common import Summary, measure, python, text_size
+from bench_common import Summary, fsync_tree, measure, python, text_size
 
 __all__ = ["MAX_MEMORY", "Checkpoint", "Settings", "ckptool", "table_row", "torch_tool", "warm"]
 
@@ -44,6 +44,7 @@ class Settings:
             *("--moments", str(wanted.num_moments)),
             *vocab,
         )
+        fsync_tree(folder)  # or the first contender's disk would be busy with it
         return folder
 
 
