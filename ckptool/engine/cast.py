@@ -39,9 +39,9 @@ def cast(array: Array, source: DType, target: DType) -> tuple[Array, int, int]:
     Values beyond the largest finite one become infinite, or NaN where the dtype has no
     infinity (``float8_e4m3fn``), as IEEE 754 and OCP 8-bit floating point say.
     """
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # what is lost is counted, and NaN compares as it may
         out = _narrow(array, source, target)
-    return out, _num_overflows(array, out), _num_underflows(array, out)
+        return out, _num_overflows(array, out), _num_underflows(array, out)
 
 
 def _narrow(array: Array, source: DType, target: DType) -> Array:
