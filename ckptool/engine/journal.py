@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from ckptool.engine import grouped
@@ -144,7 +144,7 @@ class Journal:
 
     def remove(self) -> None:
         """The run is over: nothing of the journal stays."""
-        self._settle()
+        self._drop_beside()
         for name in (*_segments(self._store, self._key), self._key):
             self._store.delete(name)
 
@@ -162,7 +162,7 @@ class Journal:
 
     def discard(self) -> None:
         """Leave nothing of the run, neither begun nor published; the journal itself stays."""
-        self._settle()
+        self._drop_beside()
         uploads = self._uploads()
         pending = {upload.token for upload in uploads}
         for key in self._header.commits:
@@ -206,6 +206,12 @@ class Journal:
         except BaseException:
             self._lines = lines + self._lines
             raise
+
+    def _drop_beside(self) -> None:
+        """Let nothing be written from now on; whether the last of it was does not matter."""
+        if self._beside is not None:
+            wait([self._beside[0]])
+            self._beside = None
 
     def _next_key(self) -> str:
         self._number += 1

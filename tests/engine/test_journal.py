@@ -102,6 +102,20 @@ def test_records_that_could_not_be_written_are_written_again(store: Putting) -> 
     assert _recorded(store) == {0, 1}
 
 
+@pytest.mark.parametrize("end", ["discard", "remove"])
+def test_what_is_thrown_away_need_not_have_been_written(store: Putting, end: str) -> None:
+    """A record that failed does not stop the run's end from clearing up."""
+    journal = _journal(store)
+    store.fails = True
+    _finish(journal, 0)
+    assert journal._beside is not None
+    assert isinstance(journal._beside[0].exception(30), StorageError)
+    store.fails = False
+    getattr(journal, end)()
+    journal.remove()
+    assert [info.key for info in store.list()] == []
+
+
 def test_nothing_is_written_behind_a_journal_that_is_removed(store: Putting) -> None:
     """What is on its way has arrived before the journal goes."""
     journal = _journal(store)
