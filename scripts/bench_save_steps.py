@@ -20,7 +20,6 @@ _BYTES_PER_PARAMETER = 12  # weight and two moments in fp32
 
 def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
     """Step times of each phase, the stall of a save as a share of a step, and staging alone."""
-
     from ckptool.torch import Checkpointer
 
     training = Training(spec)
