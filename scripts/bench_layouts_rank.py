@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from trainer.config_file import make_config
 from trainer.flops import flops_per_token, peak_flops
 from trainer.model import Transformer, complete_model_config
-from trainer.process import pick_device
+from trainer.process import leave_at_once, pick_device
 from trainer.train import train
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -278,6 +278,7 @@ def main() -> None:
         layouts = FSDP2 if bench.options.group == "fsdp2" else FSDP1
         bench.each({name: _small(bench, name, tables) for name, tables in layouts.items()})
     dist.destroy_process_group()
+    leave_at_once(0)
 
 
 def _small(bench: Bench, name: str, tables: Tables) -> Callable[[], dict[str, Any]]:

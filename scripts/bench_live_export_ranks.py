@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import fsync_tree
-from bench_ranks import join_ranks, start_ranks
+from bench_ranks import join_ranks, leave_ranks, start_ranks
 from bench_save_steps import Training
 
 _WIDTH = 1024
@@ -36,7 +36,7 @@ def main() -> None:
     result = _measure(spec)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def _measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_ranks import join_ranks, start_ranks
+from bench_ranks import join_ranks, leave_ranks, start_ranks
 from bench_save_steps import measure_steps
 from simulated_ranks import load_as, save_as
 
@@ -41,7 +41,7 @@ def _rank(spec: dict[str, Any]) -> None:
     result = measure_steps(spec) if spec["job"] == "steps" else _server(spec)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def _server(spec: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import pickle
 import shutil
 import tempfile
@@ -125,7 +124,6 @@ def _f4(num_ranks: int) -> Path:
 
 def save_f4(rank: int, num_ranks: int, *, folder: str) -> None:
     """What each rank does; runs in a process of its own."""
-    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -136,5 +134,3 @@ def save_f4(rank: int, num_ranks: int, *, folder: str) -> None:
         if key.split(".")[-1] in ("w", "u", "one", "exp_avg", "exp_avg_sq"):
             tensors[key] = distribute_tensor(tensors[key], mesh, [Shard(0)])
     dcp.save(f4_state(tensors), checkpoint_id=folder)
-    torch.distributed.barrier()
-    os._exit(0)  # gloo's threads now and then abort an interpreter that ends in the usual way

@@ -19,6 +19,7 @@ from trainer.meter import Meter
 from trainer.model import complete_model_config
 from trainer.optim import build_optimizer
 from trainer.parallel import build_model
+from trainer.process import leave_at_once
 
 DEVICE = torch.device("cpu")
 
@@ -124,6 +125,7 @@ def main() -> None:
     results = {name: calls[job["call"]](job["config"]) for name, job in plan.items()}
     Path(f"{sys.argv[1]}.{os.environ['RANK']}").write_text(json.dumps(results))
     dist.destroy_process_group()
+    leave_at_once(0)
 
 
 if __name__ == "__main__":

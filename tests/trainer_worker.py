@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.process import leave_at_once
+
 
 def main() -> None:
     plan = Path(sys.argv[1])
@@ -26,6 +28,7 @@ def main() -> None:
     Path(f"{plan}.{rank}").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.destroy_process_group()
+    leave_at_once(0)
 
 
 def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from trainer.train import train
 
-        return train(config)
+        code = train(config)
     except CkptoolError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         code = error.exit_code

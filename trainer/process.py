@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -73,8 +74,15 @@ def _make_deterministic() -> None:
 
 
 def leave_at_once(code: int) -> None:
-    """End a rank that has peers without waiting for their collectives; else do nothing."""
+    """End a rank that has peers here and now; else do nothing.
+
+    After an error an orderly end would wait for the peers' collectives. After success it is a
+    risk: a gloo thread that frees the last collective while the interpreter ends aborts the
+    process, and the job has failed in its last millisecond.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        logging.shutdown()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 

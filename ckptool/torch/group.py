@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class Group:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._last: object = None
         self.rank, self.size = 0, 1
         self.timeout_s = timeout_s
         if dist.is_available() and dist.is_initialized():
@@ -42,8 +43,7 @@ class Group:
         sizes = self._sizes(len(data))
         mine = self._padded(data, max(sizes))
         rows = [torch.empty_like(mine) for _ in sizes]
-        with _translated():
-            dist.all_gather(rows, mine, group=self._group)
+        self._run(dist.all_gather, rows, mine)
         return [_to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def gather(self, data: bytes) -> list[bytes] | None:
@@ -53,8 +53,7 @@ class Group:
         sizes = self._sizes(len(data))
         mine = self._padded(data, max(sizes))
         rows = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        with _translated():
-            dist.gather(mine, rows, dst=0, group=self._group)
+        self._run(dist.gather, mine, rows, dst=0)
         if rows is None:
             return None
         return [_to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
@@ -65,11 +64,9 @@ class Group:
             assert data is not None
             return data
         size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64, device="cpu")
-        with _translated():
-            dist.broadcast(size, src=0, group=self._group)
+        self._run(dist.broadcast, size, src=0)
         row = self._padded(data if self.rank == 0 and data else b"", int(size.item()))
-        with _translated():
-            dist.broadcast(row, src=0, group=self._group)
+        self._run(dist.broadcast, row, src=0)
         return _to_bytes(row[: int(size.item())])
 
     def scatter(self, rows: list[bytes] | None) -> bytes:
@@ -80,15 +77,13 @@ class Group:
         sizes = json.loads(self.broadcast(json.dumps([len(r) for r in rows or []]).encode()))
         mine = self._padded(b"", max(sizes))
         padded = [self._padded(row, max(sizes)) for row in rows] if rows is not None else None
-        with _translated():
-            dist.scatter(mine, padded, src=0, group=self._group)
+        self._run(dist.scatter, mine, padded, src=0)
         return _to_bytes(mine[: sizes[self.rank]])
 
     def broadcast_tensor(self, tensor: torch.Tensor, *, source: int) -> None:
         """Fill a contiguous CPU tensor on every rank with that of ``source``."""
         if self._group is not None:
-            with _translated():
-                dist.broadcast(tensor, src=source, group=self._group)
+            self._run(dist.broadcast, tensor, src=source)
 
     def send(self, tensor: torch.Tensor, *, to: int) -> dist.Work | None:
         """Start to send a contiguous CPU tensor."""
@@ -130,13 +125,25 @@ class Group:
         """Give the group back; call it on every rank, or on none."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._group = None
+        self._group = self._last = None
+
+    def _run(self, collective: Callable[..., Any], *tensors: Any, **root: int) -> None:
+        """Run a collective to its end, and keep its work and tensors until the next one.
+
+        gloo's thread lets go of them a moment after it has told us that they are done. Were it
+        the last to do so it would need Python's lock, and a thread that asks for that while the
+        interpreter ends takes the process with it (SIGABRT, "terminate called without an active
+        exception").
+        """
+        with _translated():
+            work = collective(*tensors, **root, group=self._group, async_op=True)
+            self._last = work, tensors
+            work.wait()
 
     def _sizes(self, num_bytes: int) -> list[int]:
         mine = torch.tensor([num_bytes], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with _translated():
-            dist.all_gather(rows, mine, group=self._group)
+        self._run(dist.all_gather, rows, mine)
         return [int(row.item()) for row in rows]
 
     @staticmethod

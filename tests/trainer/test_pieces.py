@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -176,6 +177,20 @@ def test_missing_torch_names_the_pip_line() -> None:
     assert done.returncode == 1
     assert "pip install 'ckptool[torch]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_is_done_leaves_at_once() -> None:
+    """With peers, nothing of the interpreter's end can turn a run that succeeded into a failure."""
+    run = (
+        "import atexit, os, sys, trainer.train\n"
+        "trainer.train.train = lambda config: print('trained') or 0\n"
+        "atexit.register(os.abort)\n"
+        "from trainer.__main__ import main\n"
+        "sys.exit(main(['--set', 'run.root=unused']))"
+    )
+    env = {**os.environ, "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", run], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
 def test_axes_that_do_not_fit_are_refused() -> None:
