@@ -43,7 +43,7 @@ class Group:
         sizes = self._sizes(len(data))
         mine = self._padded(data, max(sizes))
         rows = [torch.empty_like(mine) for _ in sizes]
-        self._run(dist.all_gather, rows, mine)
+        self._run("allgather", rows, mine)
         return [_to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def gather(self, data: bytes) -> list[bytes] | None:
@@ -52,9 +52,9 @@ class Group:
             return [data]
         sizes = self._sizes(len(data))
         mine = self._padded(data, max(sizes))
-        rows = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        self._run(dist.gather, mine, rows, dst=0)
-        if rows is None:
+        rows = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else []
+        self._run("gather", rows, mine, 0)
+        if self.rank != 0:
             return None
         return [_to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
@@ -64,9 +64,9 @@ class Group:
             assert data is not None
             return data
         size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64, device="cpu")
-        self._run(dist.broadcast, size, src=0)
+        self._run("broadcast", size, 0)
         row = self._padded(data if self.rank == 0 and data else b"", int(size.item()))
-        self._run(dist.broadcast, row, src=0)
+        self._run("broadcast", row, 0)
         return _to_bytes(row[: int(size.item())])
 
     def scatter(self, rows: list[bytes] | None) -> bytes:
@@ -76,24 +76,26 @@ class Group:
             return rows[0]
         sizes = json.loads(self.broadcast(json.dumps([len(r) for r in rows or []]).encode()))
         mine = self._padded(b"", max(sizes))
-        padded = [self._padded(row, max(sizes)) for row in rows] if rows is not None else None
-        self._run(dist.scatter, mine, padded, src=0)
+        padded = [self._padded(row, max(sizes)) for row in rows] if rows is not None else []
+        self._run("scatter", mine, padded, 0)
         return _to_bytes(mine[: sizes[self.rank]])
 
     def broadcast_tensor(self, tensor: torch.Tensor, *, source: int) -> None:
         """Fill a contiguous CPU tensor on every rank with that of ``source``."""
         if self._group is not None:
-            self._run(dist.broadcast, tensor, src=source)
+            self._run("broadcast", tensor, source)
 
-    def send(self, tensor: torch.Tensor, *, to: int) -> dist.Work | None:
+    def send(self, tensor: torch.Tensor, *, to: int) -> dist.Work:
         """Start to send a contiguous CPU tensor."""
+        assert self._group is not None
         with _translated():
-            return dist.isend(tensor, dst=to, group=self._group)
+            return self._group.send([tensor], to, 0)
 
     def receive(self, tensor: torch.Tensor, *, source: int) -> None:
         """Fill a contiguous CPU tensor with what ``source`` sends."""
+        assert self._group is not None
         with _translated():
-            dist.recv(tensor, src=source, group=self._group)
+            self._group.recv([tensor], source, 0).wait()
 
     def together(self, work: Callable[[], bytes]) -> list[bytes]:
         """Run ``work`` on every rank; its results, or one rank's error on all of them."""
@@ -124,26 +126,32 @@ class Group:
     def close(self) -> None:
         """Give the group back; call it on every rank, or on none."""
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            try:
+                dist.destroy_process_group(self._group)
+            except ValueError:
+                pass  # it went with a training's groups that were made anew since
         self._group = self._last = None
 
-    def _run(self, collective: Callable[..., Any], *tensors: Any, **root: int) -> None:
+    def _run(self, collective: str, *arguments: Any) -> None:
         """Run a collective to its end, and keep its work and tensors until the next one.
 
         gloo's thread lets go of them a moment after it has told us that they are done. Were it
         the last to do so it would need Python's lock, and a thread that asks for that while the
         interpreter ends takes the process with it (SIGABRT, "terminate called without an active
         exception").
+
+        The group itself is asked, not ``torch.distributed``: a save in flight goes on when the
+        training calls ``destroy_process_group``.
         """
         with _translated():
-            work = collective(*tensors, **root, group=self._group, async_op=True)
-            self._last = work, tensors
+            work = getattr(self._group, collective)(*arguments)
+            self._last = work, arguments
             work.wait()
 
     def _sizes(self, num_bytes: int) -> list[int]:
         mine = torch.tensor([num_bytes], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._run(dist.all_gather, rows, mine)
+        self._run("allgather", rows, mine)
         return [int(row.item()) for row in rows]
 
     @staticmethod

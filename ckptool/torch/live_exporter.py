@@ -18,11 +18,11 @@ from ckptool.operations.export_target import (
     cast_target,
     require_codes,
 )
+from ckptool.torch.flight import Flight
 from ckptool.torch.group import Group
 from ckptool.torch.image import Image
 from ckptool.torch.live_commit import LiveJob
 from ckptool.torch.live_exchange import GlooExchange, choose_exchange, common_device
-from ckptool.torch.live_flight import LiveFlight
 from ckptool.torch.live_plan import (
     Wishes,
     choose_shares,
@@ -67,7 +67,7 @@ class LiveExporter:
         self._group: Group | None = Group(timeout_s=process_timeout_s)
         self._news = News(self._group)
         self._snapshots, self._memory = Snapshots(), SlotsMemory()
-        self._flight: LiveFlight | None = None
+        self._flight: Flight[ExportReport] | None = None
         self._finished: list[ExportReport] = []
         self._number = 0
 
@@ -172,7 +172,7 @@ class LiveExporter:
     def wait(self) -> None:
         """Return when no export is in flight; raises what it failed with."""
         if self._flight is not None:
-            self._flight.wait(None)
+            self._flight.wait()
             self._land()
 
     def cancel(self, *, timeout_s: float) -> None:
@@ -182,6 +182,7 @@ class LiveExporter:
         error = StorageError("the export was broken off", hint="export the step again")
         self._news.fail(f"export-{self._number}", error)
         if self._flight.wait(timeout_s):
+            self._flight.outcome()
             self._flight = self._group = None
 
     def close(self) -> None:
@@ -235,7 +236,8 @@ class LiveExporter:
             report, staged_bytes=self.staged_bytes, blocked_s=blocked_s, seconds=blocked_s
         )
         work = partial(run_live, job, source, exchange, self._memory)
-        self._flight = LiveFlight(work, report, started)
+        name = f"the export to {report.url}"
+        self._flight = Flight(work, report, name=name, started=started)
         return report
 
     def _stage(self, group: Group, shards: Sequence[LocalShard], shares: Sequence[Share]) -> Image:
@@ -258,11 +260,12 @@ class LiveExporter:
     def _land(self) -> None:
         """Take the outcome of the export that ended."""
         assert self._flight is not None
-        flight, self._flight = self._flight, None
-        self._finished.append(flight.report)
-        if flight.error is None:
+        report, error = self._flight.outcome()
+        self._flight = None
+        self._finished.append(report)
+        if error is None:
             return
         self._group = None
         if self._raise:
-            raise flight.error
-        log.error("the export to %s failed: %s", flight.report.url, flight.error)
+            raise error
+        log.error("the export to %s failed: %s", report.url, error)

@@ -47,7 +47,7 @@ class Saver:
         self._planner = SavePlanner(foreground)
         self._stager = Stager()
         self._beside: Beside | None = None
-        self._flight: Flight | None = None
+        self._flight: Flight[SaveReport] | None = None
         self._last: SaveReport | None = None
         self._finished: list[SaveReport] = []
 
@@ -165,7 +165,7 @@ class Saver:
         worker = self._beside if staging is not None else InProcess()
         assert worker is not None
 
-        def work() -> SaveReport:
+        def work() -> dict[str, Any]:
             if staging is not None:
                 try:
                     staging.wait()
@@ -173,19 +173,14 @@ class Saver:
                     self._context.news.fail(plan.attempt, error)
                     raise
             done = run_save(self._context, plan, worker)
-            return replace(
-                report,
-                committed=True,
-                num_bytes=done["num_bytes"],
-                deleted=tuple(done["deleted"]),
-                seconds=time.monotonic() - started,
-                blocked_s=blocked_s,
-            )
+            return {"num_bytes": done["num_bytes"], "deleted": tuple(done["deleted"])}
 
         blocked_s = time.monotonic() - started
-        self._flight = Flight(work, replace(report, blocked_s=blocked_s, seconds=blocked_s))
+        report = replace(report, blocked_s=blocked_s, seconds=blocked_s)
+        name = f"the save of step {report.step}"
+        self._flight = Flight(work, report, name=name, started=started)
 
-    def _known(self, step: int) -> Flight | SaveReport | None:
+    def _known(self, step: int) -> Flight[SaveReport] | SaveReport | None:
         """The save of ``step`` that is in flight, or is the last one committed."""
         if self._flight is not None and self._flight.report.step == step:
             return self._flight
