@@ -223,7 +223,10 @@ class Checkpointer:
         self._saver.wait()
 
     def close(self) -> None:
-        """Finish what is in flight, end the uploader and leave the groups."""
+        """Finish what is in flight, end the uploader and leave the groups.
+
+        A process that ends without it waits for the save in flight, too, and logs its failure.
+        """
         try:
             self.wait()
         finally:
