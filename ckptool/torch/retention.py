@@ -93,14 +93,14 @@ def prune(store: Store, rule: Retention) -> list[str]:
     unfinished = _unfinished(store, before=max(steps))
     names = [*steps_to_delete(steps, rule), *unfinished]
     for name in names:
-        delete_step(store.child(name))
+        delete_step(store, name)
     return names
 
 
-def delete_step(store: Store) -> None:
-    """Remove a step, ``.metadata`` first."""
-    objects = [item.key for item in store.list()]
-    for key in sorted(objects, key=lambda key: key != METADATA_NAME):
+def delete_step(store: Store, name: str) -> None:
+    """Remove a step of a run, ``.metadata`` first, and on a disk its folder."""
+    objects = [item.key for item in store.list(name)]
+    for key in sorted(objects, key=lambda key: key != f"{name}/{METADATA_NAME}"):
         store.delete(key)
 
 

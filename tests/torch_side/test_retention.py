@@ -51,11 +51,12 @@ def test_names_of_others_are_never_chosen() -> None:
 def test_metadata_goes_first(tmp_path: Path) -> None:
     """An interruption of a delete leaves an uncommitted step, never a damaged one."""
     _step(tmp_path, "step-00000001")
+    _step(tmp_path, "step-00000002")
     store = RecordingStore(open_store(tmp_path))
-    delete_step(store.child("step-00000001"))
+    delete_step(store, "step-00000001")
     deleted = [key for verb, key, _, _ in store.calls if verb == "delete"]
     assert deleted[0].endswith(".metadata")
-    assert not store.list()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "no empty folder"
 
 
 def test_unfinished_steps_behind_the_newest_go(tmp_path: Path) -> None:
