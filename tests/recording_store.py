@@ -109,9 +109,9 @@ class RecordingStore:
     def copies_from(self, other: Store) -> bool:
         return self.inner.copies_from(other.inner if isinstance(other, RecordingStore) else other)
 
-    def open_stream(self, key: str) -> RecordingStream:
+    def open_stream(self, key: str, **bounds: int | None) -> RecordingStream:
         self.record("open", key)
-        return RecordingStream(self, key, self.inner.open_stream(key))
+        return RecordingStream(self, key, self.inner.open_stream(key, **bounds))
 
     def open_assembly(self, key: str, *, num_bytes: int) -> RecordingAssembly:
         self.record("open", key)

@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import zstandard
-
-from ckptool.engine.normal import ZSTD
 from ckptool.engine.sinks import Writing
 from ckptool.engine.tasks import Target
 from ckptool.formats.crc import crc32
+from ckptool.formats.zstd_stream import ZSTD, open_compressor
 from ckptool.model import Item
 from ckptool.planning.copies import PartGroup
 from ckptool.planning.parts import Step
@@ -30,7 +28,8 @@ class Compressing(Writing):
     """Writes the outputs of a plan in order; the items in ``fresh`` are compressed.
 
     ``items`` are those of the plan, by output key and in order. After the run ``placed`` maps
-    each of them to where it stands, and ``objects`` has each file's length and CRC-32.
+    each of them to where it stands, and ``objects`` has each file's length and CRC-32. About
+    half of ``max_memory`` is held here.
     """
 
     def __init__(
@@ -41,10 +40,12 @@ class Compressing(Writing):
         items: Mapping[str, Sequence[Item]],
         fresh: Collection[Item],
         num_threads: int,
+        max_memory: int,
     ) -> None:
         super().__init__(dest, outputs)
         self._items, self._fresh = items, fresh
-        self._compressor = zstandard.ZstdCompressor(level=3, threads=num_threads)
+        self._max_stream_memory = max_memory // 4  # half is for parts that are being made
+        self._compressor = open_compressor(num_threads=num_threads, max_memory=max_memory // 4)
         self.placed: dict[Item, Item] = {}
         self.objects: dict[str, tuple[int, int]] = {}
         self._infos: list[ObjectInfo] = []
@@ -56,7 +57,12 @@ class Compressing(Writing):
         return True
 
     def open(self, index: int, *, groups: Sequence[PartGroup] = ()) -> None:
-        self._streams[index] = self._dest.open_stream(self._outputs[index].key)
+        output = self._outputs[index]
+        self._streams[index] = self._dest.open_stream(
+            output.key,
+            num_bytes=output.num_bytes + output.num_bytes // 128,  # what does not compress grows
+            max_memory=self._max_stream_memory,
+        )
         self._receipts[index] = []
 
     def write_part(self, target: Target, step: Step, data: memoryview, crc32: int) -> PartReceipt:

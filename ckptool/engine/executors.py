@@ -41,13 +41,15 @@ class WorkerRecipe:
     source: StoreRecipe
     dest: StoreRecipe
     spool_num_bytes: int
+    prove_bytes: int
 
 
 def build_worker(recipe: WorkerRecipe) -> Worker:
     """A worker with stores of its own."""
     source = open_recipe(recipe.source)
     normaliser = Normaliser(source, max_memory_bytes=recipe.spool_num_bytes)
-    return Worker(source, normaliser, AttachedSink(open_recipe(recipe.dest)))
+    sink = AttachedSink(open_recipe(recipe.dest))
+    return Worker(source, normaliser, sink, prove_bytes=recipe.prove_bytes)
 
 
 class Threads:

@@ -22,13 +22,13 @@ from ckptool.engine.located import located
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.crc import crc32
 from ckptool.formats.dcp_item import NeedMore, TensorItem, parse_tensor_item
+from ckptool.formats.zstd_stream import ZSTD
 from ckptool.model import Item
 from ckptool.planning.plan import Normal, Payload
 from ckptool.storage.base import Store
 
-__all__ = ["ZSTD", "Normaliser", "item_blocks"]
+__all__ = ["Normaliser", "item_blocks"]
 
-ZSTD = "stream.zstd/1"
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 << 20

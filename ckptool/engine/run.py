@@ -19,7 +19,7 @@ from ckptool.engine.ledger import Ledger, Piece, join_crcs
 from ckptool.engine.normal import Normaliser
 from ckptool.engine.sinks import Writing
 from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTask
-from ckptool.engine.worker import PROVE_BYTES, StepResult, Worker
+from ckptool.engine.worker import MIN_PROVE_BYTES, PROVE_BYTES, StepResult, Worker
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
 from ckptool.planning.parts import Step, needed_payloads
@@ -75,12 +75,14 @@ def run_plan(
     """
     num_jobs = 1 if writing.in_order else how.num_jobs(source, dest)
     spool = how.max_memory // 8
+    prove_bytes = max(MIN_PROVE_BYTES, min(PROVE_BYTES, how.max_memory // (4 * num_jobs)))
     normaliser = Normaliser(source, max_memory_bytes=spool)
     executor: Executor
     if how.executor == "threads" or writing.in_order:
-        executor = Threads(Worker(source, normaliser, writing), num_jobs=num_jobs)
+        worker = Worker(source, normaliser, writing, prove_bytes=prove_bytes)
+        executor = Threads(worker, num_jobs=num_jobs)
     else:
-        recipe = WorkerRecipe(source.recipe(), dest.recipe(), spool)
+        recipe = WorkerRecipe(source.recipe(), dest.recipe(), spool, prove_bytes)
         executor = open_executor(
             how.executor,
             recipe,

@@ -7,8 +7,8 @@ that it read, and those of output ranges that later tails need.
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,11 +24,12 @@ from ckptool.planning.plan import Copy, Literal, Normal, Payload, Place, Tail
 from ckptool.planning.reads import coalesce
 from ckptool.storage.base import PartReceipt, Store
 
-__all__ = ["PROVE_BYTES", "Sink", "StepResult", "Worker"]
+__all__ = ["MIN_PROVE_BYTES", "PROVE_BYTES", "Sink", "StepResult", "Worker"]
 
 MAX_GAP_BYTES = 8 << 10
 MAX_READ_BYTES = 16 << 20
-PROVE_BYTES = 4 << 20  # read at once for a CRC alone: every job may hold as much
+MIN_PROVE_BYTES = 256 << 10
+PROVE_BYTES = 4 << 20  # read at once for a CRC alone, at most: every job may hold as much
 
 
 class Sink(Protocol):
@@ -67,11 +68,17 @@ class StepResult:
 
 
 class Worker:
-    """Does tasks against one source and one sink; safe to call from several threads."""
+    """Does tasks against one source and one sink; safe to call from several threads.
 
-    def __init__(self, source: Store, normaliser: Normaliser, sink: Sink) -> None:
+    ``prove_bytes`` is how much is read at once for a CRC alone.
+    """
+
+    def __init__(
+        self, source: Store, normaliser: Normaliser, sink: Sink, *, prove_bytes: int = PROVE_BYTES
+    ) -> None:
         self._source, self._normaliser, self._sink = source, normaliser, sink
-        self._local = threading.local()
+        self._prove_bytes = prove_bytes
+        self._buffers = _Buffers()
 
     def do(self, task: Task) -> StepResult:
         """Do one task."""
@@ -86,14 +93,14 @@ class Worker:
     def _write(self, task: WriteTask) -> StepResult:
         """Make the bytes of a step, prove them as far as a part can, and write them."""
         step = task.step
-        buffer = self._buffer(step.num_bytes)
         result = StepResult(step.output, step.number, 0, start=step.start)
-        crc = _Filling(self._source, self._normaliser, step, buffer, result).fill(dict(task.known))
-        result.crc32 = crc
-        if task.written is not None and _is_part(task.written, buffer, crc):
-            result.receipt, result.was_there = replace(task.written, checksum=crc), True
-        else:  # what an earlier run may have left is not what the plan says
-            result.receipt = self._sink.write_part(task.target, step, buffer, crc)
+        with self._buffers.of(step.num_bytes) as buffer:
+            filling = _Filling(self._source, self._normaliser, step, buffer, result)
+            result.crc32 = crc = filling.fill(dict(task.known))
+            if task.written is not None and _is_part(task.written, buffer, crc):
+                result.receipt, result.was_there = replace(task.written, checksum=crc), True
+            else:  # what an earlier run may have left is not what the plan says
+                result.receipt = self._sink.write_part(task.target, step, buffer, crc)
         return result
 
     def _copy(self, task: CopyTask) -> StepResult:
@@ -124,11 +131,12 @@ class Worker:
 
     def _crc_of(self, extent: Extent) -> int:
         crc = 0
-        for start in range(extent.start, extent.end, PROVE_BYTES):
-            end = min(start + PROVE_BYTES, extent.end)
-            buffer = self._buffer(end - start)
-            self._source.read_into(Extent(extent.key, start, end), buffer)
-            crc = crc32(buffer, crc)
+        with self._buffers.of(min(self._prove_bytes, extent.num_bytes)) as buffer:
+            for start in range(extent.start, extent.end, self._prove_bytes):
+                end = min(start + self._prove_bytes, extent.end)
+                piece = buffer[: end - start]
+                self._source.read_into(Extent(extent.key, start, end), piece)
+                crc = crc32(piece, crc)
         return crc
 
     def _prove(self, task: ProveTask) -> StepResult:
@@ -145,12 +153,30 @@ class Worker:
         result.settled.append((payload.check, verified))
         return result
 
-    def _buffer(self, num_bytes: int) -> memoryview:
-        """A buffer that the thread keeps: fresh pages for every part cost more than the copy."""
-        kept: bytearray | None = getattr(self._local, "buffer", None)
-        if kept is None or len(kept) < num_bytes:
-            self._local.buffer = kept = bytearray(num_bytes)
-        return memoryview(kept)[:num_bytes]
+
+class _Buffers:
+    """Buffers that are used again: fresh pages for every part cost more than the copy.
+
+    The one that was given back last goes out first, so that there are no more than were ever
+    in use at once, whatever the number of threads.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+
+    @contextmanager
+    def of(self, num_bytes: int) -> Iterator[memoryview]:
+        """A buffer of so many bytes, of any content, while the block lasts."""
+        try:
+            kept = self._free.pop()
+        except IndexError:
+            kept = bytearray()
+        if len(kept) < num_bytes:
+            kept = bytearray(num_bytes)
+        try:
+            yield memoryview(kept)[:num_bytes]
+        finally:
+            self._free.append(kept)
 
 
 def _is_part(listed: PartReceipt, data: memoryview, crc: int) -> bool:

@@ -183,7 +183,7 @@ def _write(
     progress: Progress,
 ) -> tuple[int, RunReport]:
     dest = job.dest
-    writing = _writing(dest, planned, compress, job.how.num_jobs(checkpoint.store, dest))
+    writing = _writing(dest, planned, compress, job.how)
     committed: list[tuple[Index, bytes]] = []
 
     def finish(report: RunReport) -> None:
@@ -214,7 +214,7 @@ def _write(
     return len(metadata), report
 
 
-def _writing(dest: Store, planned: ReshardBytes, compress: str | None, num_jobs: int) -> Writing:
+def _writing(dest: Store, planned: ReshardBytes, compress: str | None, how: How) -> Writing:
     outputs = planned.plan.outputs
     if compress is None:
         return Writing(dest, outputs)
@@ -223,7 +223,8 @@ def _writing(dest: Store, planned: ReshardBytes, compress: str | None, num_jobs:
         outputs,
         items=items_by_file(planned.index),
         fresh=planned.fresh,
-        num_threads=num_jobs,
+        num_threads=how.num_jobs(dest),
+        max_memory=how.max_memory,
     )
 
 

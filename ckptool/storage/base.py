@@ -203,7 +203,13 @@ class Store(Protocol):
     def append(self, key: str, data: Buffer) -> None:
         """Add bytes to the end of an object; only with the ``append`` capability."""
 
-    def open_stream(self, key: str) -> StreamWriter: ...
+    def open_stream(
+        self, key: str, *, num_bytes: int | None = None, max_memory: int | None = None
+    ) -> StreamWriter:
+        """``num_bytes``: what the object will have at most; with it all parts have one size.
+
+        ``max_memory``: what of it may be held, as far as the store's smallest parts allow.
+        """
 
     def open_assembly(self, key: str, *, num_bytes: int) -> Assembly:
         """Raises RefusedError without the ``assembly`` capability."""

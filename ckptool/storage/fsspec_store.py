@@ -188,7 +188,9 @@ class FsspecStore:
     def append(self, key: str, data: Buffer) -> None:
         raise RefusedError(f"{self.url_of(key)} cannot be appended to")
 
-    def open_stream(self, key: str) -> SpooledStream:
+    def open_stream(
+        self, key: str, *, num_bytes: int | None = None, max_memory: int | None = None
+    ) -> SpooledStream:
         check_key(key)
         return SpooledStream(self, key)
 

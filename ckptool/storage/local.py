@@ -139,7 +139,9 @@ class LocalStore:
             while len(view):
                 view = view[file.write(view) or 0 :]
 
-    def open_stream(self, key: str) -> LocalStream:
+    def open_stream(
+        self, key: str, *, num_bytes: int | None = None, max_memory: int | None = None
+    ) -> LocalStream:
         with self._translated("write", key):
             return LocalStream(self, key, path=self._path(key))
 

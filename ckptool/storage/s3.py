@@ -142,10 +142,12 @@ class S3Store:
     def append(self, key: str, data: Buffer) -> None:
         raise RefusedError(f"{self.url_of(key)} cannot be appended to: S3 has no such request")
 
-    def open_stream(self, key: str) -> S3Stream:
+    def open_stream(
+        self, key: str, *, num_bytes: int | None = None, max_memory: int | None = None
+    ) -> S3Stream:
         check_key(key)
         self.client.require_bucket(self.bucket, verb="write", where=self.url_of(key))
-        return S3Stream(self, key)
+        return S3Stream(self, key, num_bytes=num_bytes, max_memory=max_memory)
 
     def open_assembly(self, key: str, *, num_bytes: int) -> S3Assembly:
         check_key(key)

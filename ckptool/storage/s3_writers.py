@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ckptool.errors import ObjectMissingError, StorageError, UsageError
 from ckptool.storage._keys import split_s3_url
-from ckptool.storage.base import Buffer, ObjectInfo, PartReceipt
+from ckptool.storage.base import Buffer, ObjectInfo, PartLimits, PartReceipt
 from ckptool.storage.errors import error_code, rejects_checksums
 from ckptool.storage.parts import check_parts
 from ckptool.storage.s3_client import S3Client
@@ -174,9 +174,20 @@ class S3Assembly:
 class S3Stream:
     """An object of unknown length: parts are sent while the next ones are gathered."""
 
-    def __init__(self, store: S3Store, key: str) -> None:
+    def __init__(
+        self,
+        store: S3Store,
+        key: str,
+        *,
+        num_bytes: int | None = None,
+        max_memory: int | None = None,
+    ) -> None:
         self._store = store
         self._key = key
+        self._first_bytes, self._doubles = _stream_part_bytes(
+            store.part_limits, num_bytes=num_bytes, max_memory=max_memory
+        )
+        self._max_memory = max_memory
         self._pending = bytearray()
         self._assembly: S3Assembly | None = None
         self._running: collections.deque[concurrent.futures.Future[PartReceipt]]
@@ -225,10 +236,16 @@ class S3Stream:
             self._assembly.abort()
 
     def _part_bytes(self) -> int:
-        """Parts double every 1,000, so that 10,000 of them hold any object."""
-        limits = self._store.part_limits
-        doublings = self._num_parts // _PARTS_BEFORE_DOUBLING
-        return min(limits.preferred_bytes << doublings, limits.max_bytes)
+        """Of an unknown length, parts double every 1,000, so that 10,000 hold any object."""
+        doublings = self._num_parts // _PARTS_BEFORE_DOUBLING if self._doubles else 0
+        return min(self._first_bytes << doublings, self._store.part_limits.max_bytes)
+
+    def _parts_at_once(self) -> int:
+        """In flight; beside them stand the part that is gathered, and its body."""
+        if self._max_memory is None:
+            return _STREAM_PARTS_AT_ONCE
+        fit = self._max_memory // self._part_bytes() - 2
+        return max(1, min(fit, _STREAM_PARTS_AT_ONCE))
 
     def _send_pending(self) -> None:
         body = bytes(self._pending)
@@ -238,7 +255,7 @@ class S3Stream:
     def _send(self, body: bytes) -> None:
         if self._assembly is None:
             self._assembly = S3Assembly.begin(self._store, self._key, num_bytes=0)
-        self._drain(_STREAM_PARTS_AT_ONCE - 1)
+        self._drain(self._parts_at_once() - 1)
         assembly, number = self._assembly, self._num_parts
         crc32 = crc32_of(body)
         client = self._store.client
@@ -248,6 +265,20 @@ class S3Stream:
     def _drain(self, allowed: int) -> None:
         while len(self._running) > allowed:
             self._receipts.append(self._running.popleft().result())
+
+
+def _stream_part_bytes(
+    limits: PartLimits, *, num_bytes: int | None, max_memory: int | None
+) -> tuple[int, bool]:
+    """The size of a stream's first part, and whether later ones have to be larger."""
+    preferred = limits.preferred_bytes
+    if max_memory is not None:
+        preferred = min(preferred, max_memory // (_STREAM_PARTS_AT_ONCE + 2))
+    size = max(preferred, limits.min_bytes)
+    if num_bytes is None:
+        return size, True
+    needed = -(-num_bytes // (limits.max_parts - limits.max_parts // 20))
+    return min(max(size, needed), limits.max_bytes), False
 
 
 def crc32_of(data: Buffer) -> int:

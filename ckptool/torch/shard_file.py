@@ -51,7 +51,8 @@ def write_shard_file(
     the file is sent in order, because its length is known only afterwards.
     """
     if compress:
-        writer = store.open_stream(key)
+        num_bytes = file_num_bytes(items)
+        writer = store.open_stream(key, num_bytes=num_bytes + num_bytes // 128)
         sent = stream_items(
             writer, items, num_threads=num_threads, on_piece=on_part, should_stop=should_stop
         )
@@ -126,7 +127,7 @@ def _stream(
     on_part: OnPart,
     should_stop: Callable[[], CkptoolError | None],
 ) -> tuple[ObjectInfo, str]:
-    writer = store.open_stream(key)
+    writer = store.open_stream(key, num_bytes=cutter.num_bytes)
     try:
         for part in cutter.parts():
             _raise(should_stop())

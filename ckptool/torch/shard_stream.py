@@ -2,13 +2,12 @@
 
 A compressed item is wrapped as a whole in one zstd stream, DCP's own ``stream.zstd/1``. An item
 is tried if its first MiB gets a tenth smaller; what it gives is held back, and is taken only if
-the whole item gets a tenth smaller, too. An item that gives more than can be held back is
-judged by what was held. Memory stays within that and a few blocks. Nothing here knows torch.
+the whole item gets a tenth smaller, too. An item larger than what can be held back is judged
+by so much of it. Memory stays within that and a few blocks. Nothing here knows torch.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,12 @@ import zstandard
 from ckptool.errors import CkptoolError
 from ckptool.formats.ckpt_index import BLOCK_BYTES
 from ckptool.formats.crc import crc32, crc32_join
+from ckptool.formats.zstd_stream import ZSTD, open_compressor
 from ckptool.storage.base import ObjectInfo, StreamWriter
 from ckptool.torch.shard_items import ItemResult, TensorItem, ValueItem
 
 __all__ = ["Streamed", "stream_items"]
 
-ZSTD = "stream.zstd/1"
-_LEVEL = 3
 _WORTH = 0.9
 _MIN_BYTES = 64 << 10
 _SAMPLE_BYTES = 1 << 20
@@ -72,8 +70,7 @@ class _Packer:
     ) -> None:
         self.num_bytes = self.crc32 = 0
         self._writer, self._on_piece, self._should_stop = writer, on_piece, should_stop
-        threads = min(num_threads, os.cpu_count() or 1)
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=threads)
+        self._compressor = open_compressor(num_threads=num_threads)
         self._num_pieces = 0
 
     def pack(self, item: TensorItem | ValueItem, *, is_last: bool) -> ItemResult:
@@ -93,26 +90,22 @@ class _Packer:
     def _compressed(self, item: TensorItem | ValueItem, *, is_last: bool) -> bool:
         """Send the item compressed; False, and nothing sent, where that does not pay."""
         frame = self._compressor.compressobj()
-        held: list[bytes] | None = []
-        taken = made = 0
+        held: list[bytes] = []
+        taken, is_judged = 0, False
         for piece in self._pieces(item, [], is_last=is_last):
-            data = frame.compress(piece)
-            taken, made = taken + len(piece), made + len(data)
-            if held is None:
-                self._send(data)
-                continue
-            held.append(data)
-            if made >= _HELD_BYTES:
-                if made > _WORTH * taken:
+            held.append(frame.compress(piece))
+            taken += len(piece)
+            if not is_judged and taken >= _HELD_BYTES:
+                held.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))  # what it owes
+                if sum(map(len, held)) > _WORTH * taken:
                     return False
+                is_judged = True
+            if is_judged:
                 self._send_all(held)
-                held = None
-        data = frame.flush()
-        if held is not None:
-            if made + len(data) > _WORTH * taken:
-                return False
-            self._send_all(held)
-        self._send(data)
+        held.append(frame.flush())
+        if not is_judged and sum(map(len, held)) > _WORTH * taken:
+            return False
+        self._send_all(held)
         return True
 
     def _pieces(
@@ -163,4 +156,4 @@ def _looks_worth_it(item: TensorItem | ValueItem) -> bool:
         sample = item.payload(0, min(num_bytes, _SAMPLE_BYTES))
     if len(sample) < _MIN_BYTES:
         return False
-    return len(zstandard.ZstdCompressor(level=_LEVEL).compress(sample)) <= _WORTH * len(sample)
+    return len(open_compressor(num_threads=1).compress(sample)) <= _WORTH * len(sample)

@@ -227,7 +227,7 @@ def test_no_secret_leaves_the_recipe(
     how = How(jobs=2, max_memory=40 << 20, executor=kind)
     export(str(source), s3_url, dest_options=s3_options, how=how)
     recipe = open_store(s3_url, options=s3_options).recipe()
-    seen.append(repr(WorkerRecipe(recipe, recipe, 1)).encode())
+    seen.append(repr(WorkerRecipe(recipe, recipe, 1, 1)).encode())
     assert len(seen) > 3
     text = b"".join(seen) + "\n".join(wiretap.lines).encode()
     assert s3_url.encode() in text
