@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ckptool.errors import ObjectMissingError, StorageError, UsageError
 from ckptool.storage._keys import split_s3_url
-from ckptool.storage.base import Buffer, ObjectInfo, PartLimits, PartReceipt
+from ckptool.storage.base import Buffer, ObjectInfo, PartReceipt
 from ckptool.storage.errors import error_code, rejects_checksums
 from ckptool.storage.parts import check_parts
 from ckptool.storage.s3_client import S3Client
@@ -184,9 +184,12 @@ class S3Stream:
     ) -> None:
         self._store = store
         self._key = key
-        self._first_bytes, self._doubles = _stream_part_bytes(
-            store.part_limits, num_bytes=num_bytes, max_memory=max_memory
-        )
+        limits = store.part_limits
+        if max_memory is not None:
+            fitting = max(limits.min_bytes, max_memory // (_STREAM_PARTS_AT_ONCE + 2))
+            limits = replace(limits, preferred_bytes=min(limits.preferred_bytes, fitting))
+        self._first_bytes = limits.part_bytes(num_bytes or 0)
+        self._grows = num_bytes is None
         self._max_memory = max_memory
         self._pending = bytearray()
         self._assembly: S3Assembly | None = None
@@ -237,7 +240,7 @@ class S3Stream:
 
     def _part_bytes(self) -> int:
         """Of an unknown length, parts double every 1,000, so that 10,000 hold any object."""
-        doublings = self._num_parts // _PARTS_BEFORE_DOUBLING if self._doubles else 0
+        doublings = self._num_parts // _PARTS_BEFORE_DOUBLING if self._grows else 0
         return min(self._first_bytes << doublings, self._store.part_limits.max_bytes)
 
     def _parts_at_once(self) -> int:
@@ -265,20 +268,6 @@ class S3Stream:
     def _drain(self, allowed: int) -> None:
         while len(self._running) > allowed:
             self._receipts.append(self._running.popleft().result())
-
-
-def _stream_part_bytes(
-    limits: PartLimits, *, num_bytes: int | None, max_memory: int | None
-) -> tuple[int, bool]:
-    """The size of a stream's first part, and whether later ones have to be larger."""
-    preferred = limits.preferred_bytes
-    if max_memory is not None:
-        preferred = min(preferred, max_memory // (_STREAM_PARTS_AT_ONCE + 2))
-    size = max(preferred, limits.min_bytes)
-    if num_bytes is None:
-        return size, True
-    needed = -(-num_bytes // (limits.max_parts - limits.max_parts // 20))
-    return min(max(size, needed), limits.max_bytes), False
 
 
 def crc32_of(data: Buffer) -> int:

@@ -106,6 +106,36 @@ def test_publishing_copies_nothing(
     assert s3_proxy.count("PUT", "partNumber=") == 2
 
 
+@pytest.mark.parametrize(
+    ("bounds", "sizes_mib"),
+    [
+        ({}, [16, 16, 2]),
+        ({"num_bytes": 300 << 30}, [31, 3]),  # in 10,000 parts
+        ({"max_memory": 8 << 20}, [5] * 6 + [4]),
+        ({"max_memory": 60 << 20}, [10, 10, 10, 4]),
+    ],
+)
+def test_a_streams_parts(
+    s3_url: str,
+    s3_options: dict[str, Any],
+    s3_proxy: FaultProxy,
+    bounds: dict[str, int],
+    sizes_mib: list[int],
+) -> None:
+    """Of one size that holds the longest object, small enough for a few to fit a budget."""
+    store = open_store(s3_url, options={**s3_options, "endpoint_url": s3_proxy.endpoint_url})
+    stream = store.open_stream("k", **bounds)
+    for _ in range(17):
+        stream.write(bytes(2 << 20))
+    assert stream.commit().num_bytes == 34 << 20
+    sent = sorted(
+        (int(r.path.partition("partNumber=")[2].split("&")[0]), len(r.body) >> 20)
+        for r in s3_proxy.requests
+        if "partNumber=" in r.path
+    )
+    assert [size for _, size in sent] == sizes_mib
+
+
 def test_bodies_are_not_hashed_twice(
     s3_url: str, s3_options: dict[str, Any], s3_proxy: FaultProxy
 ) -> None:
