@@ -87,15 +87,13 @@ class Group:
 
     def send(self, tensor: torch.Tensor, *, to: int) -> dist.Work:
         """Start to send a contiguous CPU tensor."""
-        assert self._group is not None
         with _translated():
-            return self._group.send([tensor], to, 0)
+            return self._open().send([tensor], to, 0)
 
     def receive(self, tensor: torch.Tensor, *, source: int) -> None:
         """Fill a contiguous CPU tensor with what ``source`` sends."""
-        assert self._group is not None
         with _translated():
-            self._group.recv([tensor], source, 0).wait()
+            self._open().recv([tensor], source, 0).wait()
 
     def together(self, work: Callable[[], bytes]) -> list[bytes]:
         """Run ``work`` on every rank; its results, or one rank's error on all of them."""
@@ -144,9 +142,14 @@ class Group:
         training calls ``destroy_process_group``.
         """
         with _translated():
-            work = getattr(self._group, collective)(*arguments)
+            work = getattr(self._open(), collective)(*arguments)
             self._last = work, arguments
             work.wait()
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("their group was closed")
+        return self._group
 
     def _sizes(self, num_bytes: int) -> list[int]:
         mine = torch.tensor([num_bytes], dtype=torch.int64, device="cpu")
