@@ -17,7 +17,7 @@ from ckptool.engine.how import How
 from ckptool.engine.journal import Journal
 from ckptool.engine.ledger import Ledger, Piece, join_crcs
 from ckptool.engine.normal import Normaliser
-from ckptool.engine.sinks import Writing
+from ckptool.engine.sinks import InTurn, Writing
 from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTask
 from ckptool.engine.worker import MIN_PROVE_BYTES, PROVE_BYTES, StepResult, Worker
 from ckptool.formats.crc import crc32_combine
@@ -28,6 +28,8 @@ from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
 __all__ = ["How", "RunReport", "run_plan"]
+
+IN_ORDER_JOB_BYTES = 16 << 20  # of the budget, which makes parts of a quarter of it
 
 
 @dataclass
@@ -73,13 +75,16 @@ def run_plan(
     Raises DamagedError for the first payload whose bytes are not what its item says,
     StorageError when reading or writing fails, OverBudgetError when no part fits the budget.
     """
-    num_jobs = 1 if writing.in_order else how.num_jobs(source, dest)
+    num_jobs = how.num_jobs(source, dest)
+    if writing.in_order:  # a few parts of a good size do: they only have to be there in time
+        num_jobs = max(1, min(num_jobs, how.max_memory // IN_ORDER_JOB_BYTES))
     spool = how.max_memory // 8
     prove_bytes = max(MIN_PROVE_BYTES, min(PROVE_BYTES, how.max_memory // (4 * num_jobs)))
     normaliser = Normaliser(source, max_memory_bytes=spool)
     executor: Executor
-    if how.executor == "threads" or writing.in_order:
-        worker = Worker(source, normaliser, writing, prove_bytes=prove_bytes)
+    turns = InTurn(writing) if writing.in_order else None
+    if how.executor == "threads" or turns is not None:
+        worker = Worker(source, normaliser, turns or writing, prove_bytes=prove_bytes)
         executor = Threads(worker, num_jobs=num_jobs)
     else:
         recipe = WorkerRecipe(source.recipe(), dest.recipe(), spool, prove_bytes)
@@ -93,6 +98,8 @@ def run_plan(
     try:
         return run.run(streams)
     finally:
+        if turns is not None:
+            turns.stop()
         executor.close()
         normaliser.close()
         run.salvage()
@@ -148,7 +155,7 @@ class _Run:
             if ready is not None and self._fits(ready):
                 self._held.remove(ready)
                 self._submit(ready)
-            elif cut is not None and self._fits(cut) and len(self._held) < num_jobs:
+            elif cut is not None and self._fits(cut) and self._may_hold(cut.step, num_jobs):
                 if self._keep_finished(cut.step):
                     pass
                 elif self._is_ready(cut.step):
@@ -196,6 +203,15 @@ class _Run:
             other.output == step.output and other.number < step.number and other.end > first
             for other in unfinished
         )
+
+    def _may_hold(self, step: Step, num_jobs: int) -> bool:
+        """Whether a step may be looked at: one that is not ready is put aside, a few are.
+
+        What is written in order is handed out in order, too.
+        """
+        if self._writing.in_order:
+            return self._is_ready(step)
+        return len(self._held) < num_jobs
 
     def _keep_finished(self, step: Step) -> bool:
         """Take a step's result from the journal, where it has one."""

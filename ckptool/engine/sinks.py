@@ -9,6 +9,7 @@ from typing import cast
 
 from ckptool.engine import grouped
 from ckptool.engine.tasks import Target
+from ckptool.errors import StorageError
 from ckptool.planning.copies import PartGroup
 from ckptool.planning.parts import Step
 from ckptool.planning.plan import Copy, Output
@@ -21,7 +22,7 @@ from ckptool.storage.base import (
     StreamWriter,
 )
 
-__all__ = ["AttachedSink", "Writing"]
+__all__ = ["AttachedSink", "InTurn", "Writing"]
 
 
 class Writing:
@@ -138,6 +139,41 @@ class Writing:
         for key in self._committed:
             self._dest.delete(key)
         self._done = True
+
+
+class InTurn:
+    """Steps that are made side by side, written one after the other: for ``Writing.in_order``.
+
+    A step waits for the one before it, so each must have been handed out before the next one.
+    """
+
+    def __init__(self, writing: Writing) -> None:
+        self._writing = writing
+        self._changed = threading.Condition()
+        self._next = (0, 0)  # output, number of the step in it
+        self._stopped = False
+
+    def write_part(self, target: Target, step: Step, data: memoryview, crc32: int) -> PartReceipt:
+        turn = (step.output, step.number)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._next == turn)
+            if self._stopped:
+                raise StorageError(f"{step.key} was given up before byte {step.start}")
+        receipt = self._writing.write_part(target, step, data, crc32)
+        with self._changed:
+            is_last = step.end == target.num_bytes
+            self._next = (step.output + 1, 0) if is_last else (step.output, step.number + 1)
+            self._changed.notify_all()
+        return receipt
+
+    def copy_part(self, target: Target, step: Step, source_url: str) -> PartReceipt:
+        return self._writing.copy_part(target, step, source_url)
+
+    def stop(self) -> None:
+        """Let nobody wait for a step that will not come."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
 
 class AttachedSink:
