@@ -23,6 +23,7 @@ from bench_servers import KEY, REGION, SECRET, Server, installed, running
 
 SCHEMA = "ckptool.bench_save/1"
 STOCK = ["dcp.save", "dcp.async_save, thread", "dcp.async_save, process"]
+COLLECTION_S = {"rgw": 5.0}  # where what was deleted takes memory until it is collected
 RATIOS = (
     "stall_share",
     "staging_vs_pinned_copy",
@@ -36,7 +37,7 @@ RATIOS = (
 
 def main() -> None:
     arguments = _parse()
-    num_bytes = parse_size(arguments.size or ("96MiB" if arguments.quick else "1GiB"))
+    num_bytes = parse_size(arguments.size or ("192MiB" if arguments.quick else "1GiB"))
     num_rounds = 2 if arguments.quick else 6  # each contender twice in each place
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -112,6 +113,7 @@ def _on_server(
             "options": options,
             "cases": cases,
             "once": once,
+            "collection_s": COLLECTION_S.get(server.name, 0.0),
         }
     )
 

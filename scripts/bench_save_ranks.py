@@ -21,7 +21,6 @@ from bench_save_steps import measure_steps
 from simulated_ranks import load_as, save_as
 
 _NUM_TENSORS = 24
-_COLLECTION_S = 5.0  # RGW collects what was deleted every second
 
 
 def main() -> None:
@@ -107,7 +106,7 @@ def _server(spec: dict[str, Any]) -> dict[str, Any]:
                 saves[case].append(_timed(lambda c=case, n=number: savers[c](n)))
         for case, loader in loaders.items():
             loads[case].append(_timed(lambda c=loader, n=number: c(n)))
-        _empty(url, options)
+        _empty(url, options, spec["collection_s"])
     checkpointer.close()
     bare.close()
     return {
@@ -117,7 +116,7 @@ def _server(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _empty(url: str, options: dict[str, Any]) -> None:
+def _empty(url: str, options: dict[str, Any], collection_s: float) -> None:
     """Remove what the last round wrote: a server that keeps objects in memory has no more."""
     import torch.distributed as dist
 
@@ -127,7 +126,7 @@ def _empty(url: str, options: dict[str, Any]) -> None:
         store = open_store(url, options=options)
         for found in store.list():
             store.delete(found.key)
-        time.sleep(_COLLECTION_S)
+        time.sleep(collection_s)
     dist.barrier()
 
 

@@ -41,7 +41,7 @@ DEFINITIONS = {
     "fetched and sent over the wire / bytes of the output",
     "peak_rss_mib": "the largest of all local exports, summed over the process tree",
 }
-_QUICK_BYTES = 96 * 2**20
+_QUICK_BYTES = 192 * 2**20
 _ROOM = 16
 
 
