@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GatherOptions, ScatterOptions
 
 from ckptool.errors import StorageError
 from ckptool.torch.ranks_json import error_from_json, error_to_json
@@ -53,7 +54,7 @@ class Group:
         sizes = self._sizes(len(data))
         mine = self._padded(data, max(sizes))
         rows = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else []
-        self._run("gather", rows, mine, 0)
+        self._run("gather", [rows] if rows else [], [mine], GatherOptions())  # to rank 0
         if self.rank != 0:
             return None
         return [_to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
@@ -76,8 +77,8 @@ class Group:
             return rows[0]
         sizes = json.loads(self.broadcast(json.dumps([len(r) for r in rows or []]).encode()))
         mine = self._padded(b"", max(sizes))
-        padded = [self._padded(row, max(sizes)) for row in rows] if rows is not None else []
-        self._run("scatter", mine, padded, 0)
+        padded = [[self._padded(row, max(sizes)) for row in rows]] if rows is not None else []
+        self._run("scatter", [mine], padded, ScatterOptions())  # from rank 0
         return _to_bytes(mine[: sizes[self.rank]])
 
     def broadcast_tensor(self, tensor: torch.Tensor, *, source: int) -> None:
