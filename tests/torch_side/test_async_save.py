@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -292,6 +293,7 @@ def test_what_is_staged_is_not_kept_alive(tmp_path: Path) -> None:
         os.environ["CKPTOOL_FAULT"] = "before-manifest:slow"
         checkpointer.save(1, {"w": temporary})
         del os.environ["CKPTOOL_FAULT"], temporary
+        gc.collect()
         assert gone() is None
         checkpointer.wait()
 
