@@ -34,6 +34,7 @@ __all__ = [
 _HIDDEN = re.compile(r"\.(.*)\.([0-9a-f]{16})\.ckptool-part")
 _MAX_NAME_BYTES = 200
 _BUFFER_BYTES = 2**20
+_WRITE_BYTES = 2**18
 
 
 class LocalStream:
@@ -310,9 +311,17 @@ def _make_folder(folder: str) -> None:
 
 
 def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of it, at most to the next multiple of 256 KiB of the file at a time, as cp does.
+
+    For a larger write Linux takes page-cache folios of up to 2 MiB. A virtual machine with free
+    page reporting has given exactly such blocks back to its host, which must then find memory for
+    each one again: one export took 0.9 to 6 s so, and 0.9 to 1.05 s in these pieces.
+    """
     done = 0
     while done < len(view):
-        done += os.pwrite(fd, view[done : done + 2**30], offset + done)
+        at = offset + done
+        room = _WRITE_BYTES - at % _WRITE_BYTES
+        done += os.pwrite(fd, view[done : done + room], at)
     _start_writeback(fd, offset, len(view))
 
 

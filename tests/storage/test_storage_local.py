@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -311,3 +312,39 @@ def test_a_file_system_that_takes_no_advice(
     store = open_store(str(tmp_path / "run"))
     _write_all(store, "assembly", 2 * MIB)
     assert store.read("k") == bytes(2 * MIB)
+
+
+@pytest.mark.parametrize("way", ["stream", "assembly"])
+def test_large_writes_go_down_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """No write is larger than 256 KiB, whatever is handed over, and each ends on a multiple of it.
+
+    Larger ones take 2 MiB of page cache at once, which many virtual machines have to ask for.
+    """
+    pieces = []
+    pwrite = os.pwrite
+
+    def written(fd: int, data: Any, offset: int) -> int:
+        pieces.append((offset, offset + len(data)))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    store = open_store(str(tmp_path))
+    _write_all(store, way, 3 * MIB + 5)
+    assert store.info("k").num_bytes == 3 * MIB + 5
+    assert [start for start, _ in pieces] == list(range(0, 3 * MIB + 5, 2**18))
+    assert max(end - start for start, end in pieces) == 2**18
+
+
+def test_a_part_may_begin_and_end_anywhere(tmp_path: Path) -> None:
+    """Pieces are cut at multiples of the file, and the bytes are those that were given."""
+    data = bytes(range(256)) * 4099
+    assembly = open_store(str(tmp_path)).open_assembly("k", num_bytes=len(data))
+    cuts = [0, 1, 2**18 - 1, 2**18 + 1, 3 * 2**18, len(data)]
+    parts = [
+        assembly.write_part(number, start, data[start:end])
+        for number, (start, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    assembly.commit(parts)
+    assert (tmp_path / "k").read_bytes() == data
