@@ -7,8 +7,9 @@ large run has millions of them.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, overload
 
@@ -173,7 +174,8 @@ class Chunks(Sequence[Chunk]):
         return Chunk(box, self.item(index))
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (self[i] for i in range(len(self)))
+        blocks = (np.arange(i, min(i + 4096, len(self))) for i in range(0, len(self), 4096))
+        return itertools.chain.from_iterable(map(self.at, blocks))
 
     def item(self, index: int) -> Item | None:
         """The item of chunk ``index``, None where nothing is stored."""
@@ -183,8 +185,46 @@ class Chunks(Sequence[Chunk]):
         wrapped = () if self.transform is None else self.transforms[int(self.transform[index])]
         return Item(self.files[file], int(self.starts[index]), int(self.lengths[index]), wrapped)
 
+    def at(self, rows: Ints) -> list[Chunk]:
+        """Several chunks: made together they cost a third of what each alone does."""
+        columns = (self.offsets, self.sizes, self.file, self.starts, self.lengths)
+        numbers = zip(*(column[rows].tolist() for column in columns), strict=True)
+        wrapped: list[tuple[str, ...]] = [()] * len(rows)
+        if self.transform is not None:
+            wrapped = [self.transforms[i] for i in self.transform[rows]]
+        found = []
+        for (offsets, sizes, file, start, length), names in zip(numbers, wrapped, strict=True):
+            item = Item(self.files[file], start, length, names) if file >= 0 else None
+            found.append(Chunk(Box(tuple(offsets), tuple(sizes)), item))
+        return found
+
+    def are_wrapped(self, how: Callable[[tuple[str, ...]], bool] = bool) -> npt.NDArray[np.bool_]:
+        """Of which chunks the bytes are wrapped in something, or ``how`` is true of it."""
+        if self.transform is None:
+            return np.full(len(self), how(()))
+        return np.array([how(names) for names in self.transforms], bool)[self.transform]
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chunks) and len(self) == len(other) and list(self) == list(other)
+        if not isinstance(other, Chunks) or self.offsets.shape != other.offsets.shape:
+            return False
+        names: dict[object, int] = {}
+        mine, theirs = self._comparable(names), other._comparable(names)
+        return all(np.array_equal(*pair) for pair in zip(mine, theirs, strict=True))
+
+    def _comparable(self, names: dict[object, int]) -> Iterator[Ints]:
+        """Columns that are equal where chunks are; ``names`` numbers files and transforms."""
+        yield from (self.offsets, self.sizes)
+        stored = np.flatnonzero(self.file >= 0)
+        yield stored
+        yield from (self.starts[stored], self.lengths[stored])
+        files = [names.setdefault(file, len(names)) for file in self.files]
+        yield np.array(files, np.int64)[self.file[stored]]
+        plain = names.setdefault((), len(names))
+        if self.transform is None:
+            yield np.full(len(stored), plain)
+            return
+        wrapped = [names.setdefault(each, len(names)) for each in self.transforms]
+        yield np.array(wrapped, np.int64)[self.transform[stored]]
 
     def __repr__(self) -> str:
         return f"Chunks({list(self)!r})" if len(self) < 9 else f"Chunks(<{len(self)} chunks>)"

@@ -6,6 +6,7 @@ raises; what was not proved by then is read again for its CRC alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from ckptool.engine.tasks import CopyTask, ProveTask, StreamTask, Task, WriteTas
 from ckptool.engine.worker import MIN_PROVE_BYTES, PROVE_BYTES, StepResult, Worker
 from ckptool.formats.crc import crc32_combine
 from ckptool.model import Extent
-from ckptool.planning.parts import Step, needed_payloads
-from ckptool.planning.plan import Check, Output, Payload, Plan
+from ckptool.planning.parts import Step
+from ckptool.planning.plan import Check, Output, Payload, PayloadCrcs, Plan
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
@@ -37,9 +38,8 @@ class RunReport:
     """What a run did. ``objects`` has, per output key, its length and CRC-32 where known.
 
     ``num_bytes_read`` and ``num_bytes_sent`` went through us, ``num_bytes_copied`` did not.
-    ``payload_crcs`` has those of payloads that outputs close with a tail, by output key and the
-    byte where they begin. ``unverifiable`` payloads have no stored CRC; ``trusted`` ones the
-    server copied unread.
+    ``payload_crcs`` has, by output key, those of payloads that it closes with a tail.
+    ``unverifiable`` payloads have no stored CRC; ``trusted`` ones the server copied unread.
     """
 
     num_bytes_written: int = 0
@@ -53,7 +53,7 @@ class RunReport:
     trusted: list[Check] = field(default_factory=list)
     casts: dict[str, CastCount] = field(default_factory=dict)
     objects: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    payload_crcs: dict[tuple[str, int], int] = field(default_factory=dict)
+    payload_crcs: dict[str, PayloadCrcs] = field(default_factory=dict)
 
 
 def run_plan(
@@ -121,7 +121,8 @@ class _Run:
         self._journal = journal
         self._ledger = Ledger(plan.checks)
         self._report = RunReport()
-        self._sums: dict[tuple[int, int], list[Piece]] = {}
+        self._sums: dict[int, dict[int, list[Piece]]] = {}
+        self._left = [output.num_bytes for output in plan.outputs]
         self._crcs: dict[int, list[Piece]] = {}
         self._active: dict[Future[StepResult], Cut] = {}
         self._held: list[Cut] = []
@@ -136,7 +137,6 @@ class _Run:
         self._report.unverifiable = self._ledger.unverifiable
         self._report.trusted = self._ledger.trusted
         self._report.objects = self._objects()
-        self._report.payload_crcs = dict(self._payload_crcs())
         return self._report
 
     def salvage(self) -> None:
@@ -248,10 +248,11 @@ class _Run:
         return WriteTask(step, target, known, written)
 
     def _known(self, output: int, start: int, end: int) -> int:
-        pieces = self._sums.get((output, start), [])
+        sums = self._sums[output]
+        pieces = sums.get(start, [])
         crc = join_crcs(pieces, start, end)
         assert crc is not None, "a step was submitted before the parts that it needs"
-        self._sums[output, start] = [(start, end, crc), *(p for p in pieces if p[0] >= end)]
+        sums[start] = [(start, end, crc), *(p for p in pieces if p[0] >= end)]
         return crc
 
     def _wait(self) -> None:
@@ -278,8 +279,12 @@ class _Run:
         crcs = self._crcs.setdefault(step.output, [])
         if result.crc32 is not None:
             crcs.append((step.start, step.end, result.crc32))
+        sums = self._sums.setdefault(step.output, {})
         for payload, start, end, crc in result.sums:
-            self._sums.setdefault((step.output, payload), []).append((start, end, crc))
+            sums.setdefault(payload, []).append((start, end, crc))
+        self._left[step.output] -= step.num_bytes
+        if not self._left[step.output]:
+            self._close_sums(step.output)
         report = self._report
         for count in result.casts:
             old = report.casts.get(count.entry, CastCount(count.entry, 0, 0))
@@ -326,10 +331,13 @@ class _Run:
             ]
         )
 
-    def _payload_crcs(self) -> Iterator[tuple[tuple[str, int], int]]:
-        for index, output in enumerate(self._plan.outputs):
-            for start, end in needed_payloads(output):
-                yield (output.key, start), self._known(index, start, end)
+    def _close_sums(self, index: int) -> None:
+        """Of an output that is all there, keep only what its payloads' CRC-32s are."""
+        output = self._plan.outputs[index]
+        crcs = array("q", (self._known(index, start, end) for start, end in output.payloads))
+        starts = array("q", (start for start, _ in output.payloads))
+        self._report.payload_crcs[output.key] = PayloadCrcs(starts, crcs)
+        del self._sums[index]
 
     def _objects(self) -> dict[str, tuple[int, int | None]]:
         return {

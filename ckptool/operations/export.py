@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckptool.engine.journal import JournalHeader
 from ckptool.engine.run import How, RunReport
 from ckptool.engine.sinks import Writing
@@ -14,7 +16,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats.safetensors_file import encode_index
-from ckptool.model import Box, Index, TensorEntry
+from ckptool.model import Index, TensorEntry
 from ckptool.operations.export_target import (
     cast_target,
     check_written,
@@ -23,7 +25,7 @@ from ckptool.operations.export_target import (
     require_codes,
 )
 from ckptool.operations.open import Checkpoint, open_checkpoint
-from ckptool.operations.probe import Wanted, probe
+from ckptool.operations.probe import probe
 from ckptool.operations.sound import require_sound
 from ckptool.operations.torch_tree import Trees, read_trees
 from ckptool.operations.transfer import (
@@ -35,13 +37,13 @@ from ckptool.operations.transfer import (
     transfer,
     transfer_json,
 )
+from ckptool.planning.chunk_rows import ChunkRows, without_replicas
 from ckptool.planning.copies import PartsSummary
 from ckptool.planning.digest import plan_digest
 from ckptool.planning.export import ExportLayout, plan_layout
 from ckptool.planning.export_bytes import plan_safetensors, plan_torch
 from ckptool.planning.keys import choose
 from ckptool.planning.plan import Plan
-from ckptool.planning.sources import Source
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
 
@@ -205,41 +207,32 @@ def _values(
 def _plan(
     checkpoint: Checkpoint, layout: ExportLayout, trees: Trees, num_jobs: int, progress: Progress
 ) -> Plan:
-    sources = _sources(checkpoint, layout, num_jobs, progress)
-    if layout.format == "torch":
-        return plan_torch(layout, trees=trees.by_file, records=trees.records, sources=sources)
-    return plan_safetensors(layout, sources=sources, metadata={"format": "pt"})
-
-
-def _sources(
-    checkpoint: Checkpoint, layout: ExportLayout, num_jobs: int, progress: Progress
-) -> dict[str, list[Source]]:
-    """Per entry the sources of its chunks; of replicas the first, and no empty ones."""
-    wanted: list[Wanted] = []
-    for tensor in layout.tensors:
-        wanted += _chunks_of(checkpoint.index, tensor.key)
+    chunks = _chunks(checkpoint.index, layout)
     found = probe(
         checkpoint.store,
-        wanted,
+        chunks,
         jobs=num_jobs,
         payloads=checkpoint.payloads,
         progress=progress,
     )
-    sources: dict[str, list[Source]] = {tensor.key: [] for tensor in layout.tensors}
-    for want, source in zip(wanted, found, strict=True):
-        sources[want.entry.key].append(source)
-    return sources
+    sources, checks = found.by_entry(), found.checks
+    if layout.format == "torch":
+        files, records = trees.by_file, trees.records
+        return plan_torch(layout, trees=files, records=records, sources=sources, checks=checks)
+    metadata = {"format": "pt"}
+    return plan_safetensors(layout, sources=sources, checks=checks, metadata=metadata)
 
 
-def _chunks_of(index: Index, key: str) -> list[Wanted]:
-    entry = index.entries[key]
-    assert isinstance(entry, TensorEntry)
-    wanted: dict[Box, Wanted] = {}
-    for i, chunk in enumerate(entry.chunks):
-        if chunk.box.num_elements:
-            assert chunk.item is not None, "the structure was checked"
-            wanted.setdefault(chunk.box, Wanted(entry, chunk.box, chunk.item, row=i))
-    return list(wanted.values())
+def _chunks(index: Index, layout: ExportLayout) -> ChunkRows:
+    """The chunks of all tensors; of replicas the first, and no empty ones."""
+    chosen = []
+    for tensor in layout.tensors:
+        entry = index.entries[tensor.key]
+        assert isinstance(entry, TensorEntry)
+        rows = without_replicas(entry.chunks)
+        rows = rows[entry.chunks.sizes[rows].all(axis=1)]
+        chosen.append((entry, rows, np.zeros(len(rows), bool)))
+    return ChunkRows(chosen)
 
 
 def _write(job: Transfer, layout: ExportLayout, progress: Progress) -> RunReport:

@@ -22,13 +22,14 @@ from ckptool.formats.dcp_item import (
     probe_ranges,
 )
 from ckptool.formats.payloads import Payloads
-from ckptool.model import Box, Extent, Item, TensorEntry, ValueEntry
+from ckptool.model import Extent, Item, ValueEntry
+from ckptool.planning.chunk_rows import ChunkRows, Wanted
 from ckptool.planning.reads import coalesce
-from ckptool.planning.sources import Source, indexed_source, needs_probe, source_of
+from ckptool.planning.sources import Sources, needs_probe, source_of
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage.base import Store
 
-__all__ = ["Wanted", "probe", "read_value"]
+__all__ = ["probe", "read_value"]
 
 BATCH_ITEMS = 512
 MAX_GAP_BYTES = 16 << 10
@@ -36,71 +37,34 @@ MAX_READ_BYTES = 4 << 20
 MAX_VALUE_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing.
-
-    ``row`` is its position among the chunks of the entry.
-    """
-
-    entry: TensorEntry
-    box: Box
-    item: Item
-    whole: bool = False
-    row: int | None = None
-
-
 def probe(
     store: Store,
-    wanted: Sequence[Wanted],
+    chunks: ChunkRows,
     *,
     jobs: int,
     payloads: Mapping[str, Payloads] | None = None,
     progress: Progress = NO_PROGRESS,
-) -> list[Source]:
-    """The sources of chunks, in their order; a source's check has its position as id.
+) -> Sources:
+    """The sources of chunks, in their order.
 
     Where ``payloads``, of a ``ckpt.index``, tell place and CRC-32 of a payload, its item is not
     read, unless it is to be copied whole: then its framing has to be proved too.
 
     Raises DamagedError when an item's headers are broken or disagree with the index.
     """
-    sources = [_known(want, payloads or {}, check_id=i) for i, want in enumerate(wanted)]
-    order = sorted(
-        (i for i, source in enumerate(sources) if source is None),
-        key=lambda i: (wanted[i].item.file, wanted[i].item.offset),
-    )
+    sources = Sources(chunks)
+    for number, entry in enumerate(chunks.entries):
+        known = (payloads or {}).get(entry.key)
+        if known is not None:
+            sources.put_indexed(number, known)
+    order = sources.unknown()
     batches = [order[at : at + BATCH_ITEMS] for at in range(0, len(order), BATCH_ITEMS)]
     progress.start("probe", num_bytes=None)
     with ThreadPoolExecutor(max(1, min(jobs, 8)), thread_name_prefix="probe") as pool:
-        for batch, found in zip(
-            batches,
-            pool.map(lambda batch: _probe_batch(store, wanted, batch), batches),
-            strict=True,
-        ):
-            for i, source in zip(batch, found, strict=True):
-                sources[i] = source
+        for _ in pool.map(lambda batch: _probe_batch(store, sources, batch.tolist()), batches):
+            pass
     progress.finish()
-    return [source for source in sources if source is not None]
-
-
-def _known(want: Wanted, payloads: Mapping[str, Payloads], *, check_id: int) -> Source | None:
-    """The source of a chunk whose payload the index tells of, whole, plain and with its CRC."""
-    columns = payloads.get(want.entry.key)
-    if columns is None or want.row is None or want.whole or not needs_probe(want.item):
-        return None
-    payload = columns[want.row]
-    if payload.offset is None or payload.num_bytes is None or payload.crc32 is None:
-        return None
-    return indexed_source(
-        want.entry,
-        want.box,
-        want.item,
-        offset=payload.offset,
-        num_bytes=payload.num_bytes,
-        crc32=payload.crc32,
-        check_id=check_id,
-    )
+    return sources
 
 
 def read_value(store: Store, entry: ValueEntry) -> bytes:
@@ -125,10 +89,21 @@ def _unwrapped(store: Store, item: Item) -> bytes:
     return b"".join(item_blocks(store, item, max_bytes=MAX_VALUE_BYTES))
 
 
-def _probe_batch(store: Store, wanted: Sequence[Wanted], batch: Sequence[int]) -> list[Source]:
+def _probe_batch(store: Store, sources: Sources, batch: Sequence[int]) -> None:
+    wanted = {i: sources.chunks[i] for i in batch}
     probed = [i for i in batch if needs_probe(wanted[i].item)]
     headers = dict(zip(probed, _headers(store, [wanted[i] for i in probed]), strict=True))
-    return [_source(wanted[i], headers.get(i), check_id=i) for i in batch]
+    for i in batch:
+        header = headers.get(i)
+        sources.put(
+            i,
+            source_of(
+                wanted[i],
+                None if header is None else header.item,
+                check_id=i,
+                framing=None if header is None else header.framing,
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +112,6 @@ class _Header:
 
     item: TensorItem
     framing: tuple[int, int] | None
-
-
-def _source(want: Wanted, header: _Header | None, *, check_id: int) -> Source:
-    return source_of(
-        want.entry,
-        want.box,
-        want.item,
-        None if header is None else header.item,
-        check_id=check_id,
-        framing=None if header is None else header.framing,
-    )
 
 
 def _headers(store: Store, wanted: Sequence[Wanted]) -> Iterator[_Header]:

@@ -15,10 +15,10 @@ from ckptool.formats.ckpt_index import write_index
 from ckptool.formats.dcp_metadata import read_metadata, write_metadata
 from ckptool.layout import JOURNAL_NAME, METADATA_NAME
 from ckptool.manifest import ObjectFacts
-from ckptool.model import Index, TensorEntry, ValueEntry
+from ckptool.model import Index, ValueEntry
 from ckptool.operations.commit import COMMIT_KEYS, commit_checkpoint, refuse_unless_empty
 from ckptool.operations.open import Checkpoint, open_checkpoint
-from ckptool.operations.probe import Wanted, probe, read_value
+from ckptool.operations.probe import probe, read_value
 from ckptool.operations.sound import require_sound
 from ckptool.operations.transfer import (
     Transfer,
@@ -32,9 +32,8 @@ from ckptool.operations.transfer import (
 from ckptool.planning.copies import PartsSummary
 from ckptool.planning.digest import plan_digest
 from ckptool.planning.reshard import ReshardLayout, plan_layout
-from ckptool.planning.reshard_bytes import ReshardBytes, plan_bytes
+from ckptool.planning.reshard_bytes import ReshardBytes, plan_bytes, source_chunks
 from ckptool.planning.reshard_index import items_by_file, moved, payload_columns
-from ckptool.planning.sources import Source
 from ckptool.progress import NO_PROGRESS, Progress
 from ckptool.storage import open_store
 from ckptool.storage.base import Store
@@ -149,23 +148,13 @@ def _plan(
 ) -> ReshardBytes:
     """Probe every item that is used and lay out the bytes."""
     index, store = checkpoint.index, checkpoint.store
-    wanted: dict[tuple[str, int], Wanted] = {}
-    for tensor in layout.tensors:
-        entry = index.entries[tensor.entry]
-        assert isinstance(entry, TensorEntry)
-        kept = set(tensor.kept_sources().tolist())
-        for i in dict.fromkeys(tensor.sources.tolist()):
-            chunk = entry.chunks[i]
-            assert chunk.item is not None, "the structure was checked"
-            wanted[entry.key, i] = Wanted(entry, chunk.box, chunk.item, i in kept, i)
-    found = probe(
+    sources = probe(
         store,
-        list(wanted.values()),
+        source_chunks(index, layout),
         jobs=num_jobs,
         payloads=checkpoint.payloads,
         progress=progress,
     )
-    sources: dict[tuple[str, int], Source] = dict(zip(wanted, found, strict=True))
     values = {}
     for key in layout.values:
         value = index.entries[key]
@@ -184,7 +173,7 @@ def _write(
 ) -> tuple[int, RunReport]:
     dest = job.dest
     writing = _writing(dest, planned, compress, job.how)
-    committed: list[tuple[Index, bytes]] = []
+    committed: list[tuple[Index, int]] = []
 
     def finish(report: RunReport) -> None:
         index, objects = planned.index, report.objects
@@ -204,14 +193,14 @@ def _write(
             verified="checksum" if dest.capabilities.checksums else "size",
             again=job.resume,
         )
-        committed.append((index, metadata))
+        committed.append((index, len(metadata)))
 
     progress.start("reshard", num_bytes=planned.plan.num_bytes)
     report = transfer(job, writing=writing, finish=finish, progress=progress)
     progress.finish()
-    ((index, metadata),) = committed
+    ((index, metadata_num_bytes),) = committed
     _check(dest, index)
-    return len(metadata), report
+    return metadata_num_bytes, report
 
 
 def _writing(dest: Store, planned: ReshardBytes, compress: str | None, how: How) -> Writing:
@@ -222,7 +211,7 @@ def _writing(dest: Store, planned: ReshardBytes, compress: str | None, how: How)
         dest,
         outputs,
         items=items_by_file(planned.index),
-        fresh=planned.fresh,
+        fresh=planned.fresh(),
         num_threads=how.num_jobs(dest),
         max_memory=how.max_memory,
     )
@@ -230,10 +219,12 @@ def _writing(dest: Store, planned: ReshardBytes, compress: str | None, how: How)
 
 def _check(dest: Store, expected: Index) -> None:
     """Reopen what was written: it must say what was planned, and every item must be there."""
+    said = read_metadata(dest.read(METADATA_NAME), name=METADATA_NAME)  # ckpt.index is opened below
+    is_same = dict(said.entries) == dict(expected.entries)
+    del said  # an index may be large
     reopened = open_checkpoint(dest.url, options=dest.recipe().options)
-    said = read_metadata(dest.read(METADATA_NAME), name=METADATA_NAME)  # ckpt.index was opened
-    wanted = dict(expected.entries)
-    if not (dict(reopened.index.entries) == dict(said.entries) == wanted) or reopened.findings:
+    is_same &= dict(reopened.index.entries) == dict(expected.entries)
+    if not is_same or reopened.findings:
         raise StorageError(
             f"{dest.url} does not read back as what was written",
             hint="remove it and run again; report this with the source's inspect --json",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.planning.parts import Bounds, Step, needed_payloads, segment_at, slice_output
+from ckptool.planning.parts import Bounds, Step, segment_at, slice_output
 from ckptool.planning.plan import Copy, Output, Place, Tail
 
 __all__ = [
@@ -97,11 +97,10 @@ def cut_for_copies(
 
     Uploaded parts have at least the minimum and about ``part_bytes`` at most.
     """
-    needed = needed_payloads(output)
     start = number = 0
     while True:
         end, copied = _next(output, start, bounds, part_bytes)
-        step = slice_output(output, index, number, start, end, needed)
+        step = slice_output(output, index, number, start, end)
         yield (
             step,
             copied and is_copy(step, min_bytes=bounds.min_bytes, last=end == output.num_bytes),

@@ -8,7 +8,7 @@ tail. Every part but the last has at least the store's minimum.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptool.errors import OverBudgetError
@@ -20,7 +20,6 @@ __all__ = [
     "Step",
     "choose_part_bytes",
     "cut_output",
-    "needed_payloads",
     "segment_at",
     "slice_output",
 ]
@@ -79,11 +78,10 @@ def choose_part_bytes(num_bytes: int, *, bounds: Bounds, preferred: int) -> int:
 
 def cut_output(output: Output, *, index: int, part_bytes: int, min_bytes: int) -> Iterator[Step]:
     """The steps of one output, in order; an empty output has one empty step."""
-    needed = needed_payloads(output)
     start, number = 0, 0
     while True:
         end = _next_cut(output, start, part_bytes=part_bytes, min_bytes=min_bytes)
-        yield slice_output(output, index, number, start, end, needed)
+        yield slice_output(output, index, number, start, end)
         if end >= output.num_bytes:
             return
         start, number = end, number + 1
@@ -114,16 +112,8 @@ def segment_at(output: Output, position: int) -> int:
     return bisect.bisect_right(output.starts, position) - 1
 
 
-def needed_payloads(output: Output) -> list[tuple[int, int]]:
-    """The ranges of an output whose CRC-32s its tails need, sorted."""
-    ranges = {r for s in output.segments if isinstance(s, Tail) for r in s.payloads}
-    return sorted(r for r in ranges if r[0] < r[1])
-
-
-def slice_output(
-    output: Output, index: int, number: int, start: int, end: int, needed: list[tuple[int, int]]
-) -> Step:
-    """Bytes ``[start, end)`` of an output as a step; ``needed`` as ``needed_payloads`` gives it."""
+def slice_output(output: Output, index: int, number: int, start: int, end: int) -> Step:
+    """Bytes ``[start, end)`` of an output as a step."""
     segments: list[Segment] = []
     sums: list[int | None] = []
     i = segment_at(output, start) if output.segments else 0
@@ -133,14 +123,14 @@ def slice_output(
         if segment.num_bytes:
             a, b = max(start, begin), min(end, begin + segment.num_bytes)
             segments.append(_narrow(segment, a - begin, b - begin))
-            sums.append(_payload_of(needed, a))
+            sums.append(_payload_of(output.payloads, a))
         i += 1
     return Step(index, output.key, number, start, end, tuple(segments), tuple(sums))
 
 
-def _payload_of(needed: list[tuple[int, int]], position: int) -> int | None:
-    i = bisect.bisect_right(needed, (position, 1 << 63)) - 1
-    return needed[i][0] if i >= 0 and needed[i][0] <= position < needed[i][1] else None
+def _payload_of(payloads: Sequence[tuple[int, int]], position: int) -> int | None:
+    i = bisect.bisect_right(payloads, (position, 1 << 63)) - 1
+    return payloads[i][0] if i >= 0 and payloads[i][0] <= position < payloads[i][1] else None
 
 
 def _narrow(segment: Segment, start: int, end: int) -> Segment:

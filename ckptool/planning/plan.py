@@ -7,13 +7,16 @@ first payload is read: an output can be written in order, or in parts in any ord
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ckptool.dtypes import DType
 from ckptool.model import Box, Extent, Item
+from ckptool.planning.made import ByteRanges, InBlocks
 
 __all__ = [
     "Check",
@@ -22,6 +25,7 @@ __all__ = [
     "Normal",
     "Output",
     "Payload",
+    "PayloadCrcs",
     "Place",
     "Plan",
     "Segment",
@@ -163,18 +167,39 @@ Segment: TypeAlias = "Literal | Copy | Normal | Place | Tail"
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One object to write: its key below the destination and its segments in order."""
+    """One object to write: its key below the destination and its segments in order.
+
+    ``starts`` are where the segments begin, and as one more the length. ``payloads`` are the
+    ranges whose CRC-32s its tails need, sorted, none of them empty.
+    """
 
     key: str
-    segments: tuple[Segment, ...]
-    starts: tuple[int, ...] = field(repr=False)  # one more than segments: ends with the length
+    segments: Sequence[Segment]
+    starts: Sequence[int] = field(repr=False)
+    payloads: Sequence[tuple[int, int]] = field(repr=False)
 
     @classmethod
     def of(cls, key: str, segments: Sequence[Segment]) -> Output:
-        starts = [0]
-        for segment in segments:
-            starts.append(starts[-1] + segment.num_bytes)
-        return cls(key, tuple(segments), tuple(starts))
+        """One whose segments are kept."""
+        kept = tuple(segments)
+        starts, _, payloads = _edges([kept])
+        return cls(key, kept, starts, payloads)
+
+    @classmethod
+    def in_blocks(
+        cls,
+        key: str,
+        blocks: Iterable[Sequence[Segment]],
+        *,
+        again: Callable[[int, int], Sequence[Segment]],
+    ) -> Output:
+        """One of too many segments to keep: they are made anew, a block at a time, when needed.
+
+        ``again`` gives a block from its number and the byte where it begins.
+        """
+        starts, counts, payloads = _edges(blocks)
+        begins = array("q", (starts[i] for i in itertools.accumulate(counts, initial=0)))
+        return cls(key, InBlocks(counts, _Again(again, begins)), starts, payloads)
 
     @property
     def num_bytes(self) -> int:
@@ -182,12 +207,48 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadCrcs:
+    """CRC-32s of an output's ``payloads``, by where they begin, in that order."""
+
+    starts: Sequence[int]
+    crc32s: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """All outputs of one operation, and what must be proved before they are committed."""
+    """All outputs of one operation, and what must be proved before they are committed.
+
+    ``checks`` stand in the order of their ids.
+    """
 
     outputs: tuple[Output, ...]
-    checks: tuple[Check, ...]
+    checks: Sequence[Check]
 
     @property
     def num_bytes(self) -> int:
         return sum(output.num_bytes for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Makes a block from its number."""
+
+    make: Callable[[int, int], Sequence[Segment]]
+    begins: Sequence[int]
+
+    def __call__(self, number: int) -> Sequence[Segment]:
+        return self.make(number, self.begins[number])
+
+
+def _edges(
+    blocks: Iterable[Sequence[Segment]],
+) -> tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]]]:
+    """Where segments begin and the last one ends, how many a block has, and ``payloads``."""
+    starts, counts = array("q", [0]), array("q")
+    needed: list[ByteRanges] = []
+    for block in blocks:
+        counts.append(len(block))
+        for segment in block:
+            starts.append(starts[-1] + segment.num_bytes)
+        needed.append(ByteRanges(r for s in block if isinstance(s, Tail) for r in s.payloads))
+    return starts, counts, ByteRanges(itertools.chain.from_iterable(needed))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Chunks, Index, Ints, TensorEntry
+from ckptool.planning.chunk_rows import without_replicas
 from ckptool.planning.new_chunks import AllChunks, NewChunk, NewChunks
 
 __all__ = ["NewChunk", "NewChunks", "ReshardLayout", "plan_layout", "rank_bound_keys"]
@@ -92,13 +93,13 @@ def _is_spread(entry: TensorEntry, num_ranks: int) -> bool:
     """
     if not entry.shape:
         return True
-    return entry.shape[0] < num_ranks and len(_without_replicas(entry.chunks)) <= 1
+    return entry.shape[0] < num_ranks and len(without_replicas(entry.chunks)) <= 1
 
 
 def _spread(entry: TensorEntry, loads: Ints) -> NewChunks:
     """The stored chunk of a whole tensor, to the rank that has least."""
     chunks = entry.chunks
-    rows = _without_replicas(chunks)
+    rows = without_replicas(chunks)
     rank = np.full(len(rows), int(np.argmin(loads)), np.int64)
     new = _columns(entry, rows, chunks.offsets[rows], chunks.sizes[rows], rank)
     np.add.at(loads, new.rank, new.num_bytes)
@@ -108,7 +109,7 @@ def _spread(entry: TensorEntry, loads: Ints) -> NewChunks:
 def _cut(entry: TensorEntry, num_ranks: int) -> NewChunks:
     """Every source chunk, cut where the rows of two targets meet; empty ones to the last."""
     chunks = entry.chunks
-    rows = _without_replicas(chunks)
+    rows = without_replicas(chunks)
     source, rank = _targets(entry, rows, num_ranks)
     offsets, sizes = chunks.offsets[source], chunks.sizes[source]
     holds = sizes.all(axis=1)
@@ -122,7 +123,7 @@ def _cut(entry: TensorEntry, num_ranks: int) -> NewChunks:
 
 def _merged(entry: TensorEntry, num_ranks: int) -> NewChunks:
     """One chunk per target; an empty one, once, where targets have no rows (as DCP stores it)."""
-    rows = _without_replicas(entry.chunks)
+    rows = without_replicas(entry.chunks)
     rows = rows[entry.chunks.sizes[rows].all(axis=1)]
     source, owner = _targets(entry, rows, num_ranks)
     size, num_rows = _rows_per_rank(entry, num_ranks), entry.shape[0]
@@ -182,20 +183,4 @@ def _columns(
 
 def _are_items(chunks: Chunks) -> npt.NDArray[np.bool_]:
     """Whether the stored bytes are DCP items; bare payloads have to be made into such."""
-    bare = np.array([PAYLOAD in names for names in chunks.transforms], bool)
-    used = np.zeros(len(chunks), np.int64) if chunks.transform is None else chunks.transform
-    found: npt.NDArray[np.bool_] = (chunks.file >= 0) & ~bare[used]
-    return found
-
-
-def _without_replicas(chunks: Chunks) -> Ints:
-    """The positions of chunks by place; of equal boxes the first one."""
-    if len(chunks) < 2 or not chunks.offsets.shape[1]:
-        return np.arange(min(1, len(chunks)))
-    if (np.diff(chunks.offsets[:, 0]) > 0).all():
-        return np.arange(len(chunks))
-    boxes = np.concatenate((chunks.offsets, chunks.sizes), axis=1)
-    order = np.lexsort(boxes.T[::-1])
-    ordered = boxes[order]
-    is_new = np.concatenate(([True], (ordered[1:] != ordered[:-1]).any(axis=1)))
-    return order[is_new]
+    return (chunks.file >= 0) & ~chunks.are_wrapped(lambda names: PAYLOAD in names)

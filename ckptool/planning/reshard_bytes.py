@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ckptool.formats.crc import crc32_combine
-from ckptool.formats.dcp_item import ItemFraming, encode_item
+import numpy as np
+
 from ckptool.layout import shard_file_name
-from ckptool.model import Chunk, Extent, Index, Item, TensorEntry, ValueEntry
-from ckptool.planning.plan import Check, Copy, Literal, Output, Payload, Plan, Segment, Tail
-from ckptool.planning.reshard import NewChunk, ReshardLayout
-from ckptool.planning.reshard_index import Placed, PlannedPayload, kept_payload, new_index
-from ckptool.planning.sources import Source
-from ckptool.planning.tensor_bytes import region_segments
+from ckptool.model import Entry, Extent, Index, Ints, Item, TensorEntry, ValueEntry
+from ckptool.planning.chunk_rows import ChunkRows
+from ckptool.planning.made import Made
+from ckptool.planning.plan import Check, Output, Payload, Plan, Segment
+from ckptool.planning.reshard import ReshardLayout
+from ckptool.planning.reshard_index import (
+    NewItems,
+    PlannedPayloads,
+    planned_payloads,
+    tensor_entry,
+)
+from ckptool.planning.shard_block import PlacedItem, Run
+from ckptool.planning.shard_files import ShardFiles
+from ckptool.planning.sources import Sources
 
-__all__ = ["ItemTail", "ReshardBytes", "ordered_chunks", "plan_bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class ItemTail:
-    """Closes a new item once its payload's CRC-32 is known."""
-
-    framing: ItemFraming
-
-    def __call__(self, crcs: tuple[int, ...]) -> bytes:
-        return self.framing.tail(crcs[0])
+__all__ = ["ReshardBytes", "plan_bytes", "source_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,183 +32,144 @@ class ReshardBytes:
     """The plan, and the index of the checkpoint that it makes.
 
     ``streams``: wrapped items that are kept; to prove them they must be read as a stream.
-    ``fresh``: the items that are made anew, those that may be compressed. ``payloads`` has per
-    tensor those of its chunks, in the order of the index.
+    ``payloads`` has per tensor those of its chunks, in the order of the index.
     """
 
     plan: Plan
     index: Index
-    streams: tuple[Payload, ...]
-    fresh: frozenset[Item]
-    payloads: Mapping[str, Sequence[PlannedPayload]]
+    streams: Sequence[Payload]
+    payloads: Mapping[str, PlannedPayloads]
+
+    def fresh(self) -> frozenset[Item]:
+        """The items that are made anew, those that may be compressed."""
+        found = (
+            entry.chunks.item(i)
+            for entry in self.index.tensors
+            for i in np.flatnonzero(self.payloads[entry.key].made_at >= 0).tolist()
+        )
+        return frozenset(item for item in found if item is not None)
 
 
-def ordered_chunks(index: Index, layout: ReshardLayout) -> list[list[tuple[NewChunk, Item | None]]]:
-    """Per target rank its chunks in the order of their first source, so that runs stay runs."""
-    ranks: list[list[tuple[NewChunk, Item | None]]] = [[] for _ in range(layout.num_ranks)]
-    for chunk in layout.chunks:
-        entry = index.entries[chunk.entry]
+def source_chunks(index: Index, layout: ReshardLayout) -> ChunkRows:
+    """The source chunks that a layout uses: per tensor, in the order of their rows."""
+    chosen = []
+    for tensor in layout.tensors:
+        entry = index.entries[tensor.entry]
         assert isinstance(entry, TensorEntry)
-        item = entry.chunks.item(chunk.sources[0]) if chunk.sources else None
-        ranks[chunk.rank].append((chunk, item))
-    for rows in ranks:
-        rows.sort(key=_place)
-    return ranks
+        rows = np.unique(tensor.sources)
+        chosen.append((entry, rows, np.isin(rows, tensor.kept_sources())))
+    return ChunkRows(chosen)
 
 
 def plan_bytes(
     index: Index,
     layout: ReshardLayout,
     *,
-    sources: Mapping[tuple[str, int], Source],
+    sources: Sources,
     values: Mapping[str, bytes],
     server_copy: bool = False,
 ) -> ReshardBytes:
-    """Lay out every shard file; ``sources`` by (entry, chunk position), ``values`` as stored.
+    """Lay out every shard file.
 
-    With ``server_copy`` runs of whole items are proved as one range, by its CRC-32.
+    ``sources`` are those of ``source_chunks``; ``values`` has the bytes of values as stored. With
+    ``server_copy`` runs of whole items are proved as one range, by its CRC-32.
     """
-    checks = {source.check.id: source.check for source in sources.values()}
-    outputs: list[Output] = []
-    placed: dict[str, list[Placed]] = {}
-    new_values: dict[str, ValueEntry] = {}
-    streams: dict[int, Payload] = {}
-    fresh: set[Item] = set()
-    for rank, rows in enumerate(ordered_chunks(index, layout)):
-        file = _File(shard_file_name(rank, 0), checks if server_copy else None)
-        for chunk, _ in rows:
-            used = [sources[chunk.entry, i] for i in chunk.sources]
-            if chunk.keep:
-                item, payload = file.keep(used[0]), kept_payload(used[0])
-                if used[0].stored is None:
-                    streams[used[0].check.id] = used[0].payload
-            else:
-                entry = index.entries[chunk.entry]
-                assert isinstance(entry, TensorEntry)
-                item, payload = file.new(entry, chunk, used)
-                fresh.add(item)
-            placed.setdefault(chunk.entry, []).append((Chunk(chunk.box, item), payload))
-        for key in layout.values if rank == 0 else ():  # last: what ends a file may be small
-            value = index.entries[key]
-            assert isinstance(value, ValueEntry) and value.item is not None
-            new_values[key] = replace(value, item=file.literal(values[key], value.item.transforms))
-        if file.segments:
-            outputs.append(Output.of(file.name, file.segments))
-    new, payloads = new_index(index, placed, new_values)
+    files = ShardFiles(index, layout, sources, values, joins_checks=server_copy)
+    noted = _Noted(files, _RunChecks(sources))
+    outputs = [
+        Output.in_blocks(shard_file_name(r, 0), noted.blocks(r), again=partial(files.segments, r))
+        for r in range(layout.num_ranks)
+    ]
+    new, payloads = _new_index(index, layout, files, noted, sources)
     return ReshardBytes(
-        Plan(tuple(outputs), tuple(checks[i] for i in sorted(checks))),
+        Plan(
+            tuple(output for output in outputs if output.num_bytes),
+            noted.runs.checks() if server_copy else sources.checks,
+        ),
         new,
-        tuple(streams.values()),
-        frozenset(fresh),
+        sources.wrapped_and_whole(),
         payloads,
     )
 
 
-class _File:
-    """One shard file as it is laid out; copies that continue one another become one run.
+class _Noted:
+    """What is noted while the files are laid out for the first time.
 
-    With ``checks``, those of a run's payloads are replaced by one of the whole run.
+    Of each new chunk where its item stands, and what takes the place of single checks.
     """
 
-    def __init__(self, name: str, checks: dict[int, Check] | None) -> None:
-        self.name = name
-        self._checks = checks
-        self._segments: list[Segment] = []
-        self._run: Extent | None = None
-        self._proofs: list[tuple[int, int, int]] = []
-        self._crcs: list[tuple[int | None, int]] = []
-        self._length = 0
+    def __init__(self, files: ShardFiles, runs: _RunChecks) -> None:
+        self._files, self.runs = files, runs
+        self.start, self.length, self.head = np.zeros((3, files.num_chunks), np.int64)
+        self.values: list[PlacedItem] = []
 
-    @property
-    def segments(self) -> list[Segment]:
-        self._end_run()
-        return self._segments
+    def blocks(self, rank: int) -> Iterator[Sequence[Segment]]:
+        """The blocks of a rank's file, one after another."""
+        start = 0
+        for number in range(self._files.num_blocks(rank)):
+            block = self._files.block(rank, number, start)
+            segments, chunks = block.segments, self._files.chunks(rank, number)
+            if len(chunks):
+                items = np.array(block.items, np.int64)
+                self.start[chunks], self.length[chunks], self.head[chunks] = items.T
+            else:
+                self.values = block.items
+            for run in block.runs:
+                self.runs.note(run)
+            start = block.end
+            yield segments
 
-    def literal(self, data: bytes, transforms: tuple[str, ...] = ()) -> Item:
-        return self._item([Literal(data)], transforms)
 
-    def keep(self, source: Source) -> Item:
-        item = source.payload.item
-        proofs: tuple[tuple[int, int, int], ...] = ()
-        if source.stored is not None:
-            proofs = ((source.stored.start, source.stored.end, source.check.id),)
-        copy = Copy(Extent(item.file, item.offset, item.end), proofs)
-        kept = self._item([copy], item.transforms)
-        self._crcs.append((source.item_crc32, item.length))
-        return kept
+class _RunChecks:
+    """The checks of sources, where one of a whole run takes the place of its payloads'."""
 
-    def new(
-        self, entry: TensorEntry, chunk: NewChunk, sources: Sequence[Source]
-    ) -> tuple[Item, PlannedPayload]:
-        framing = encode_item(dtype=entry.dtype, shape=chunk.box.sizes)
-        begin = self._length + len(framing.head)
-        payload = (begin, begin + framing.payload_num_bytes)
-        body = region_segments(entry.key, chunk.box, sources, dtype=entry.dtype)
-        tail = Tail(
-            framing.length - len(framing.head) - framing.payload_num_bytes,
-            (payload,),
-            ItemTail(framing),
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._start, self._end, self._crc32 = np.zeros((3, len(sources)), np.int64)
+        self._length = np.zeros(len(sources), np.int32)  # in payloads: those of a run's first
+        self._is_replaced = np.zeros(len(sources), bool)
+
+    def note(self, run: Run) -> None:
+        first, *others = run.checks
+        self._start[first], self._end[first] = run.extent.start, run.extent.end
+        self._crc32[first], self._length[first] = run.crc32, len(run.checks)
+        self._is_replaced[others] = True
+
+    def checks(self) -> Sequence[Check]:
+        """One per run, and one per source that is in none."""
+        ids = np.flatnonzero(~self._is_replaced)
+        return Made(len(ids), partial(self._check, ids))
+
+    def _check(self, ids: Ints, index: int) -> Check:
+        check_id = int(ids[index])
+        own, length = self._sources[check_id].check, int(self._length[check_id])
+        if not length:
+            return own
+        run = Extent(own.extent.key, int(self._start[check_id]), int(self._end[check_id]))
+        crc32, one = int(self._crc32[check_id]), length == 1
+        entry = own.entry if one else f"{own.entry} (and {length - 1} more)"
+        return Check(check_id, run, crc32, entry, own.box if one else None, num_payloads=length)
+
+
+def _new_index(
+    old: Index, layout: ReshardLayout, files: ShardFiles, noted: _Noted, sources: Sources
+) -> tuple[Index, dict[str, PlannedPayloads]]:
+    """The index of what is planned, chunks in the order of their boxes, and their payloads."""
+    found: dict[str, Entry] = {}
+    payloads: dict[str, PlannedPayloads] = {}
+    for number, tensor in enumerate(layout.tensors):
+        here = slice(int(files.firsts[number]), int(files.firsts[number + 1]))
+        items = NewItems(
+            noted.start[here], noted.length[here], noted.head[here], files.first_source[here]
         )
-        item = self._item([Literal(framing.head), *body, tail], ())
-        num_bytes = framing.payload_num_bytes
-        return item, PlannedPayload(len(framing.head), num_bytes, made_at=(self.name, begin))
-
-    def _item(self, segments: Sequence[Segment], transforms: tuple[str, ...]) -> Item:
-        start = self._length
-        for segment in segments:
-            self._length += segment.num_bytes
-            self._append(segment)
-        return Item(self.name, start, self._length - start, transforms)
-
-    def _append(self, segment: Segment) -> None:
-        run = self._run
-        if not isinstance(segment, Copy):
-            self._end_run()
-            if segment.num_bytes:
-                self._segments.append(segment)
-        elif run is not None and (run.key, run.end) == (segment.extent.key, segment.extent.start):
-            self._run = Extent(run.key, run.start, segment.extent.end)
-            self._proofs += segment.proofs
-        else:
-            self._end_run()
-            self._run, self._proofs = segment.extent, list(segment.proofs)
-
-    def _end_run(self) -> None:
-        run, proofs = self._run, self._proofs
-        if run is not None and run.num_bytes:
-            crc = self._run_crc(run)
-            if self._checks is not None and crc is not None:
-                proofs = [(run.start, run.end, self._check_run(run, crc))]
-            self._segments.append(Copy(run, tuple(proofs)))
-        self._run, self._proofs, self._crcs = None, [], []
-
-    def _run_crc(self, run: Extent) -> int | None:
-        """The CRC-32 of a run of whole items; None where one of them has none, or is cut."""
-        crc = length = 0
-        for item_crc, num_bytes in self._crcs:
-            if item_crc is None:
-                return None
-            crc = crc32_combine(crc, item_crc, num_bytes) if length else item_crc
-            length += num_bytes
-        return crc if length == run.num_bytes else None
-
-    def _check_run(self, run: Extent, crc: int) -> int:
-        """Replace the checks of the run's payloads by one of the run."""
-        assert self._checks is not None
-        ids = [check for _, _, check in self._proofs]
-        replaced = [self._checks.pop(i) for i in ids]
-        first = replaced[0]
-        self._checks[first.id] = Check(
-            first.id,
-            run,
-            crc,
-            first.entry if len(ids) == 1 else f"{first.entry} (and {len(ids) - 1} more)",
-            first.box if len(ids) == 1 else None,
-            num_payloads=len(ids),
-        )
-        return first.id
-
-
-def _place(row: tuple[NewChunk, Item | None]) -> tuple[str, int, str]:
-    chunk, item = row
-    return ("", 0, chunk.entry) if item is None else (item.file, item.offset, chunk.entry)
+        entry = old.entries[tensor.entry]
+        assert isinstance(entry, TensorEntry)
+        found[entry.key], order = tensor_entry(entry, tensor, items, num_ranks=layout.num_ranks)
+        payloads[entry.key] = planned_payloads(tensor, items, sources, order=order)
+    for key, placed in zip(layout.values, noted.values, strict=True):
+        value = old.entries[key]
+        assert isinstance(value, ValueEntry) and value.item is not None
+        item = Item(shard_file_name(0, 0), placed.start, placed.length, value.item.transforms)
+        found[key] = replace(value, item=item)
+    entries = {key: found[key] for key in old.entries}
+    return Index(entries, version=old.version), payloads

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
 
 from ckptool.errors import DamagedError
 from ckptool.formats.crc import crc32_combine
 from ckptool.formats.dcp_item import TensorItem
+from ckptool.formats.payloads import Payloads
 from ckptool.formats.safetensors_shards import PAYLOAD
-from ckptool.model import Box, Extent, Item, TensorEntry
+from ckptool.model import Box, Extent, Ints, Item, TensorEntry
+from ckptool.planning.chunk_rows import ChunkRows, Wanted
+from ckptool.planning.made import Made
 from ckptool.planning.plan import Check, Payload
 
-__all__ = ["Source", "indexed_source", "needs_probe", "source_of"]
+__all__ = ["Source", "Sources", "needs_probe", "source_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +48,7 @@ def needs_probe(item: Item) -> bool:
 
 
 def source_of(
-    entry: TensorEntry,
-    box: Box,
-    item: Item,
+    want: Wanted,
     header: TensorItem | None,
     *,
     check_id: int,
@@ -53,12 +60,12 @@ def source_of(
 
     Raises DamagedError when the item holds another dtype or shape than the index says.
     """
+    entry, box, item = want.entry, want.box, want.item
     if header is None and item.transforms == (PAYLOAD,):
         return _bare(entry, box, item, check_id)
     if header is None:
-        whole = Extent(item.file, item.offset, item.end)
-        check = Check(check_id, whole, None, entry.key, box, by_normaliser=True)
-        return Source(Payload(item, entry.dtype, box, None, check_id, entry.key), check, None)
+        payload = Payload(item, entry.dtype, box, None, check_id, entry.key)
+        return Source(payload, _whole_check(payload), None)
     _compare(entry, box, item, header)
     begin = item.offset + header.payload_offset
     stored = Extent(item.file, begin, begin + header.payload_num_bytes)
@@ -69,34 +76,195 @@ def source_of(
     return Source(payload, check, stored, _item_crc(item, header, framing))
 
 
-def indexed_source(
-    entry: TensorEntry,
-    box: Box,
-    item: Item,
-    *,
-    offset: int,
-    num_bytes: int,
-    crc32: int,
-    check_id: int,
-) -> Source:
-    """The source of a chunk whose plain payload begins ``offset`` bytes into its item.
+class Sources(Sequence[Source]):
+    """The sources of many chunks, in columns, each made as it is asked for.
 
-    Raises DamagedError where that is not the chunk's size, or not inside the item.
+    The check of source i has the id i. int64 ``[n]`` each, -1 for what is not there: ``start`` of
+    a plain payload in its file, ``stored_start`` and ``stored_end`` of the whole stored payload,
+    its ``crc32``, and ``item_crc32``.
     """
-    wanted = box.num_elements * entry.dtype.itemsize
-    if num_bytes != wanted or offset + num_bytes > item.length:
-        raise DamagedError(
-            f"{entry.key} {box}: ckpt.index says that its {wanted} bytes are bytes {offset} to "
-            f"{offset + num_bytes} of an item of {item.length}",
-            hint="remove ckpt.index: .metadata alone will do; then ckptool validate --read-data",
-            entry=entry.key,
-            file=item.file,
-            offset=item.offset,
-        )
-    begin = item.offset + offset
-    stored = Extent(item.file, begin, begin + num_bytes)
-    check = Check(check_id, stored, crc32, entry.key, box)
-    return Source(Payload(item, entry.dtype, box, begin, check_id, entry.key), check, stored)
+
+    def __init__(self, chunks: ChunkRows) -> None:
+        self.chunks = chunks
+        self.start = _unknown(len(chunks))
+        self.stored_start, self.stored_end = _unknown(len(chunks)), _unknown(len(chunks))
+        self.crc32, self.item_crc32 = _unknown(len(chunks)), _unknown(len(chunks))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @overload
+    def __getitem__(self, index: int) -> Source: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Source]: ...
+
+    def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._made(int(self.chunks.owner[index]), index, index + 1)[0]
+
+    def __iter__(self) -> Iterator[Source]:
+        return itertools.chain.from_iterable(map(self.of_entry, range(len(self.chunks.entries))))
+
+    def of_entry(self, number: int) -> list[Source]:
+        """Those of the chunks of entry ``number``."""
+        return self._made(number, *self.chunks.firsts[number : number + 2].tolist())
+
+    def _made(self, number: int, first: int, last: int) -> list[Source]:
+        """Sources ``[first, last)``, all of entry ``number``."""
+        entry, here = self.chunks.entries[number], slice(first, last)
+        columns = (self.start, self.stored_start, self.stored_end, self.crc32, self.item_crc32)
+        numbers = zip(*(column[here].tolist() for column in columns), strict=True)
+        found = []
+        for i, chunk, (start, begin, end, crc32, item_crc32) in zip(
+            range(first, last), entry.chunks.at(self.chunks.row[here]), numbers, strict=True
+        ):
+            item, box = chunk.item, chunk.box
+            assert item is not None, "the structure was checked"
+            payload = Payload(item, entry.dtype, box, _known(start), i, entry.key)
+            if begin < 0:
+                found.append(Source(payload, _whole_check(payload), None))
+                continue
+            stored = Extent(item.file, begin, end)
+            check = Check(i, stored, _known(crc32), entry.key, box)
+            found.append(Source(payload, check, stored, _known(item_crc32)))
+        return found
+
+    def put(self, index: int, source: Source) -> None:
+        """Note the source of chunk ``index``."""
+        if source.payload.start is not None:
+            self.start[index] = source.payload.start
+        if source.stored is not None:
+            self.stored_start[index] = source.stored.start
+            self.stored_end[index] = source.stored.end
+        if source.check.crc32 is not None:
+            self.crc32[index] = source.check.crc32
+        if source.item_crc32 is not None:
+            self.item_crc32[index] = source.item_crc32
+
+    def put_indexed(self, number: int, payloads: Payloads) -> None:
+        """Note what ``ckpt.index`` tells of the chunks of entry ``number``.
+
+        Only of payloads that are known, plain and with a CRC, and whose items are not to be
+        copied whole: then their framing has to be proved too. Raises DamagedError where a payload
+        is not of its chunk's size, or not inside its item.
+        """
+        chunks = self.chunks
+        first, last = int(chunks.firsts[number]), int(chunks.firsts[number + 1])
+        entry, rows, here = chunks.entries[number], chunks.row[first:last], slice(first, last)
+        offset, num_bytes = payloads.offsets[rows], payloads.num_bytes[rows]
+        crc32 = payloads.crc32s[rows]
+        known = ~chunks.whole[here] & ~entry.chunks.are_wrapped()[rows]
+        known &= (offset >= 0) & (num_bytes >= 0) & (crc32 >= 0)
+        wanted = entry.chunks.sizes[rows].prod(axis=1, dtype=np.int64) * entry.dtype.itemsize
+        bad = known & ((num_bytes != wanted) | (offset + num_bytes > chunks.length[here]))
+        for i in np.flatnonzero(bad).tolist():
+            raise _misplaced(chunks[first + i], int(offset[i]), int(num_bytes[i]))
+        begin = np.where(known, chunks.start[here] + offset, -1)
+        self.start[here] = self.stored_start[here] = begin
+        self.stored_end[here] = np.where(known, begin + num_bytes, -1)
+        self.crc32[here] = np.where(known, crc32, -1)
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        return _Checks(self)
+
+    def wrapped_and_whole(self) -> Sequence[Payload]:
+        """The payloads of wrapped items that are copied as they are."""
+        found = np.flatnonzero(self.chunks.whole & (self.stored_start < 0))
+        return Made(len(found), functools.partial(self._payload_of, found))
+
+    def _payload_of(self, positions: Ints, index: int) -> Payload:
+        return self[int(positions[index])].payload
+
+    def by_entry(self) -> dict[str, Sequence[Source]]:
+        """Those of the chunks of each entry."""
+        return {entry.key: _OfEntry(self, i) for i, entry in enumerate(self.chunks.entries)}
+
+    def unknown(self) -> Ints:
+        """The positions of which nothing is noted, in the order of files and bytes."""
+        order = self.chunks.by_place()
+        return order[self.stored_start[order] < 0]
+
+
+class _OfEntry(Sequence[Source]):
+    """The sources of one entry, made as they are asked for."""
+
+    def __init__(self, sources: Sources, number: int) -> None:
+        self._sources, self._number = sources, number
+
+    @property
+    def _edges(self) -> tuple[int, int]:
+        first, last = self._sources.chunks.firsts[self._number : self._number + 2].tolist()
+        return first, last
+
+    def __len__(self) -> int:
+        return self._edges[1] - self._edges[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Source: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Source]: ...
+
+    def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
+        if isinstance(index, slice):
+            return self._sources.of_entry(self._number)[index]
+        first, last = self._edges
+        if not first - last <= index < last - first:
+            raise IndexError(index)
+        return self._sources[first + index % (last - first)]
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._sources.of_entry(self._number))
+
+
+class _Checks(Sequence[Check]):
+    """The checks of sources, made as they are asked for."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @overload
+    def __getitem__(self, index: int) -> Check: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Check]: ...
+
+    def __getitem__(self, index: int | slice) -> Check | Sequence[Check]:
+        if isinstance(index, slice):
+            return [source.check for source in self._sources[index]]
+        return self._sources[index].check
+
+    def __iter__(self) -> Iterator[Check]:
+        return (source.check for source in self._sources)
+
+
+def _unknown(length: int) -> Ints:
+    return np.full(length, -1, np.int64)
+
+
+def _known(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _misplaced(want: Wanted, offset: int, num_bytes: int) -> DamagedError:
+    item, wanted = want.item, want.box.num_elements * want.entry.dtype.itemsize
+    return DamagedError(
+        f"{want.entry.key} {want.box}: ckpt.index says that its {wanted} bytes are bytes {offset} "
+        f"to {offset + num_bytes} of an item of {item.length}",
+        hint="remove ckpt.index: .metadata alone will do; then ckptool validate --read-data",
+        entry=want.entry.key,
+        file=item.file,
+        offset=item.offset,
+    )
+
+
+def _whole_check(payload: Payload) -> Check:
+    """That of a wrapped item: its payload is proved while it is made normal."""
+    whole = Extent(payload.item.file, payload.item.offset, payload.item.end)
+    return Check(payload.check, whole, None, payload.entry, payload.box, by_normaliser=True)
 
 
 def _item_crc(item: Item, header: TensorItem, framing: tuple[int, int] | None) -> int | None:

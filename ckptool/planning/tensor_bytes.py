@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptool.dtypes import DType
-from ckptool.model import Box, Extent
-from ckptool.planning.boxes import is_full_width
+from ckptool.model import Box
 from ckptool.planning.plan import Copy, Normal, Place, Segment
 from ckptool.planning.sources import Source
 
@@ -36,30 +35,26 @@ def _are_stacked(box: Box, rows: Sequence[Source]) -> bool:
     """Whether every source spans all of the box but its rows, which follow one another."""
     if not box.sizes:
         return len(rows) == 1
+    width = (box.offsets[1:], box.sizes[1:])
     position = box.offsets[0]
     for source in rows:
         piece = source.payload.box
-        moved = Box(
-            (0, *(o - b for o, b in zip(piece.offsets[1:], box.offsets[1:], strict=True))),
-            piece.sizes,
-        )
-        if not is_full_width(moved, box.sizes) or not piece.offsets[0] <= position < piece.ends[0]:
+        first, last = piece.offsets[0], piece.offsets[0] + piece.sizes[0]
+        if (piece.offsets[1:], piece.sizes[1:]) != width or not first <= position < last:
             return False
-        position = piece.ends[0]
-    return position >= box.ends[0]
+        position = last
+    return position >= box.offsets[0] + box.sizes[0]
 
 
 def _rows_of(box: Box, source: Source) -> Segment:
     payload = source.payload
     start, end = 0, payload.num_bytes
     if box.sizes:
-        first, last = payload.box.offsets[0], payload.box.ends[0]
-        row = payload.num_bytes // payload.box.sizes[0]
+        first, num_rows = payload.box.offsets[0], payload.box.sizes[0]
+        row = payload.num_bytes // num_rows
         start = (max(first, box.offsets[0]) - first) * row
-        end = (min(last, box.ends[0]) - first) * row
+        end = (min(first + num_rows, box.offsets[0] + box.sizes[0]) - first) * row
     if not source.is_plain:
         return Normal(payload, start, end)
     extent = payload.extent(start, end)
-    return Copy(
-        Extent(extent.key, extent.start, extent.end), ((extent.start, extent.end, payload.check),)
-    )
+    return Copy(extent, ((extent.start, extent.end, payload.check),))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptool.planning.boxes import is_full_width
-from ckptool.planning.parts import Bounds, Step, needed_payloads, segment_at, slice_output
+from ckptool.planning.parts import Bounds, Step, segment_at, slice_output
 from ckptool.planning.plan import Copy, Output, Place, Segment
 from ckptool.torch.live_pieces import Piece, holder_of, pieces_of
 
@@ -46,12 +46,11 @@ def least_bytes(num_bytes: int, *, bounds: Bounds, part_bytes: int) -> int:
 
 def cut_live(output: Output, *, index: int, part_bytes: int, min_bytes: int) -> Iterator[Step]:
     """The parts of one output, in order; ``min_bytes`` as ``least_bytes`` gives it."""
-    needed = needed_payloads(output)
     borders = _borders(output)
     start = number = 0
     while True:
         end = _next_cut(output, borders, start, part_bytes=part_bytes, min_bytes=min_bytes)
-        yield slice_output(output, index, number, start, end, needed)
+        yield slice_output(output, index, number, start, end)
         if end >= output.num_bytes:
             return
         start, number = end, number + 1
