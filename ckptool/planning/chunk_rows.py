@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ckptool.model import Box, Chunks, Ints, Item, TensorEntry
 
-__all__ = ["ChunkRows", "Wanted", "without_replicas"]
+__all__ = ["ChunkRows", "Wanted", "ranks_of", "without_replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,13 @@ class Wanted:
 
 
 class ChunkRows:
-    """Chunk ``row[i]`` of ``entries[owner[i]]``, stored in ``files[file[i]]``; ``[n]`` each.
+    """Chunk ``row[i]`` of ``entries[owner[i]]``, entry by entry; ``[n]`` each.
 
-    ``whole`` says of which the item is copied with its framing.
+    Its item has ``length[i]`` bytes from ``start[i]`` of ``files[file[i]]``; ``whole`` says whether
+    it is copied with its framing. The chunks of entry k begin at ``firsts[k]`` and end at the next.
     """
 
-    def __init__(
-        self,
-        chosen: Sequence[tuple[TensorEntry, Ints, npt.NDArray[np.bool_]]],
-    ) -> None:
+    def __init__(self, chosen: Sequence[tuple[TensorEntry, Ints, npt.NDArray[np.bool_]]]) -> None:
         """``chosen``: entries, their rows, and which of those are copied whole."""
         self.entries = [entry for entry, _, _ in chosen]
         counts = [len(rows) for _, rows, _ in chosen]
@@ -65,13 +63,14 @@ class ChunkRows:
 
     def by_place(self) -> Ints:
         """The positions in the order of files, by name, and of the bytes in them."""
-        return np.lexsort((self.start, self.file_ranks()[self.file]))
+        return np.lexsort((self.start, ranks_of(self.files)[self.file]))
 
-    def file_ranks(self) -> Ints:
-        """Of every file its number in the order of their names."""
-        ranks = np.empty(len(self.files), np.int64)
-        ranks[sorted(range(len(self.files)), key=self.files.__getitem__)] = np.arange(len(ranks))
-        return ranks
+
+def ranks_of(names: Sequence[str]) -> Ints:
+    """The number that each name has in their order."""
+    ranks = np.empty(len(names), np.int64)
+    ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    return ranks
 
 
 def without_replicas(chunks: Chunks) -> Ints:

@@ -157,6 +157,7 @@ def _new_index(
     """The index of what is planned, chunks in the order of their boxes, and their payloads."""
     found: dict[str, Entry] = {}
     payloads: dict[str, PlannedPayloads] = {}
+    names = tuple(shard_file_name(rank, 0) for rank in range(layout.num_ranks))
     for number, tensor in enumerate(layout.tensors):
         here = slice(int(files.firsts[number]), int(files.firsts[number + 1]))
         items = NewItems(
@@ -164,7 +165,7 @@ def _new_index(
         )
         entry = old.entries[tensor.entry]
         assert isinstance(entry, TensorEntry)
-        found[entry.key], order = tensor_entry(entry, tensor, items, num_ranks=layout.num_ranks)
+        found[entry.key], order = tensor_entry(entry, tensor, items, files=names)
         payloads[entry.key] = planned_payloads(tensor, items, sources, order=order)
     for key, placed in zip(layout.values, noted.values, strict=True):
         value = old.entries[key]

@@ -57,9 +57,12 @@ class PlannedPayloads:
 
 
 def tensor_entry(
-    old: TensorEntry, new: NewChunks, items: NewItems, *, num_ranks: int
+    old: TensorEntry, new: NewChunks, items: NewItems, *, files: Sequence[str]
 ) -> tuple[TensorEntry, Ints]:
-    """A tensor with its new chunks in the order of their boxes, and that order."""
+    """A tensor with its new chunks in the order of their boxes, and that order.
+
+    ``files`` are those of the ranks; all tensors may share them.
+    """
     boxes = np.concatenate((new.offsets, new.sizes), axis=1)
     order = np.lexsort(boxes.T[::-1]) if boxes.shape[1] else np.arange(len(new))
     transform, transforms = _transforms(old.chunks, new)
@@ -69,7 +72,7 @@ def tensor_entry(
         file=new.rank[order],
         starts=items.start[order],
         lengths=items.length[order],
-        files=_file_names(num_ranks),
+        files=files,
         transform=None if transform is None else transform[order],
         transforms=transforms,
     )
@@ -120,7 +123,8 @@ class _Finder:
     def __init__(self, planned: Iterable[PlannedPayloads], made: Mapping[str, PayloadCrcs]) -> None:
         rows = [rows for rows in planned if len(rows.rank)]
         last = max((int(row.rank.max()) for row in rows), default=-1)
-        files = [made.get(name, PayloadCrcs((), ())) for name in _file_names(last + 1)]
+        names = [shard_file_name(rank, 0) for rank in range(last + 1)]
+        files = [made.get(name, PayloadCrcs((), ())) for name in names]
         none = np.zeros(0, np.int64)
         starts = [np.array(file.starts, np.int64) for file in files]
         ends = [column.max(initial=0) for column in (*starts, *(row.made_at for row in rows))]
@@ -168,10 +172,6 @@ def _transforms(
     column = np.full(len(new), plain, np.int64)
     column[new.keep] = old.transform[new.kept_sources()]
     return column, (*old.transforms, ())
-
-
-def _file_names(num_ranks: int) -> tuple[str, ...]:
-    return tuple(shard_file_name(rank, 0) for rank in range(num_ranks))
 
 
 def items_by_file(index: Index) -> dict[str, list[Item]]:

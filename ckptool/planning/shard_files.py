@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ckptool.model import Index, Ints, TensorEntry
+from ckptool.planning.chunk_rows import ranks_of
 from ckptool.planning.made import Recent
 from ckptool.planning.plan import Segment
 from ckptool.planning.reshard import ReshardLayout
@@ -126,9 +127,7 @@ class ShardFiles:
 
     def _ordered(self, rank: Ints) -> Ints:
         """By rank, and there by the place of the first source; those without one come first."""
-        names = [tensor.entry for tensor in self._layout.tensors]
-        name_ranks = np.empty(len(names), np.int64)
-        name_ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        name_ranks = ranks_of([tensor.entry for tensor in self._layout.tensors])
         place = np.full(len(rank), -1, np.int64)
         has_source = self.first_source >= 0
         by_place = self._sources.chunks.by_place()
