@@ -101,6 +101,9 @@ class Sources(Sequence[Source]):
     def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
         return self._made(int(self.chunks.owner[index]), index, index + 1)[0]
 
     def __iter__(self) -> Iterator[Source]:
@@ -158,7 +161,8 @@ class Sources(Sequence[Source]):
         known &= (offset >= 0) & (num_bytes >= 0) & (crc32 >= 0)
         wanted = entry.chunks.sizes[rows].prod(axis=1, dtype=np.int64) * entry.dtype.itemsize
         bad = known & ((num_bytes != wanted) | (offset + num_bytes > chunks.length[here]))
-        for i in np.flatnonzero(bad).tolist():
+        if bad.any():
+            i = int(np.argmax(bad))
             raise _misplaced(chunks[first + i], int(offset[i]), int(num_bytes[i]))
         begin = np.where(known, chunks.start[here] + offset, -1)
         self.start[here] = self.stored_start[here] = begin
@@ -167,78 +171,43 @@ class Sources(Sequence[Source]):
 
     @property
     def checks(self) -> Sequence[Check]:
-        return _Checks(self)
+        return Made(len(self), self._check, walk=self._all_checks)
+
+    def by_entry(self) -> dict[str, Sequence[Source]]:
+        """Those of the chunks of each entry."""
+        edges = itertools.pairwise(self.chunks.firsts.tolist())
+        return {
+            entry.key: Made(
+                last - first,
+                functools.partial(self._after, first),
+                walk=functools.partial(self.of_entry, number),
+            )
+            for number, (entry, (first, last)) in enumerate(
+                zip(self.chunks.entries, edges, strict=True)
+            )
+        }
 
     def wrapped_and_whole(self) -> Sequence[Payload]:
         """The payloads of wrapped items that are copied as they are."""
         found = np.flatnonzero(self.chunks.whole & (self.stored_start < 0))
         return Made(len(found), functools.partial(self._payload_of, found))
 
-    def _payload_of(self, positions: Ints, index: int) -> Payload:
-        return self[int(positions[index])].payload
-
-    def by_entry(self) -> dict[str, Sequence[Source]]:
-        """Those of the chunks of each entry."""
-        return {entry.key: _OfEntry(self, i) for i, entry in enumerate(self.chunks.entries)}
-
     def unknown(self) -> Ints:
         """The positions of which nothing is noted, in the order of files and bytes."""
         order = self.chunks.by_place()
         return order[self.stored_start[order] < 0]
 
+    def _check(self, index: int) -> Check:
+        return self[index].check
 
-class _OfEntry(Sequence[Source]):
-    """The sources of one entry, made as they are asked for."""
+    def _all_checks(self) -> Iterator[Check]:
+        return (source.check for source in self)
 
-    def __init__(self, sources: Sources, number: int) -> None:
-        self._sources, self._number = sources, number
+    def _after(self, first: int, index: int) -> Source:
+        return self[first + index]
 
-    @property
-    def _edges(self) -> tuple[int, int]:
-        first, last = self._sources.chunks.firsts[self._number : self._number + 2].tolist()
-        return first, last
-
-    def __len__(self) -> int:
-        return self._edges[1] - self._edges[0]
-
-    @overload
-    def __getitem__(self, index: int) -> Source: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Source]: ...
-
-    def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
-        if isinstance(index, slice):
-            return self._sources.of_entry(self._number)[index]
-        first, last = self._edges
-        if not first - last <= index < last - first:
-            raise IndexError(index)
-        return self._sources[first + index % (last - first)]
-
-    def __iter__(self) -> Iterator[Source]:
-        return iter(self._sources.of_entry(self._number))
-
-
-class _Checks(Sequence[Check]):
-    """The checks of sources, made as they are asked for."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    @overload
-    def __getitem__(self, index: int) -> Check: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Check]: ...
-
-    def __getitem__(self, index: int | slice) -> Check | Sequence[Check]:
-        if isinstance(index, slice):
-            return [source.check for source in self._sources[index]]
-        return self._sources[index].check
-
-    def __iter__(self) -> Iterator[Check]:
-        return (source.check for source in self._sources)
+    def _payload_of(self, positions: Ints, index: int) -> Payload:
+        return self[int(positions[index])].payload
 
 
 def _unknown(length: int) -> Ints:

@@ -71,6 +71,8 @@ def test_made_elements() -> None:
     for outside in (4, -5):
         with pytest.raises(IndexError):
             squares[outside]
+    walked = Made(2, squares.__getitem__, walk=lambda: ["both", "at once"])
+    assert (list(walked), walked[1]) == (["both", "at once"], 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))))
