@@ -34,7 +34,7 @@ __all__ = [
 _HIDDEN = re.compile(r"\.(.*)\.([0-9a-f]{16})\.ckptool-part")
 _MAX_NAME_BYTES = 200
 _BUFFER_BYTES = 2**20
-_WRITE_BYTES = 2**18
+_WRITE_BYTES = 2**17
 
 
 class LocalStream:
@@ -311,11 +311,11 @@ def _make_folder(folder: str) -> None:
 
 
 def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write all of it, at most to the next multiple of 256 KiB of the file at a time, as cp does.
+    """Write all of it, at most to the next multiple of 128 KiB of the file at a time, as cp does.
 
-    For a larger write Linux takes page-cache folios of up to 2 MiB. A virtual machine with free
-    page reporting has given exactly such blocks back to its host, which must then find memory for
-    each one again: one export took 0.9 to 6 s so, and 0.9 to 1.05 s in these pieces.
+    For a larger write Linux takes larger page-cache folios, up to 2 MiB. A virtual machine with
+    free page reporting has given blocks of that size back to its host, which must find memory for
+    each one again: one export took 0.9 to 6 s so. Folios of 128 KiB come from what is in use.
     """
     done = 0
     while done < len(view):

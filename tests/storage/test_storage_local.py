@@ -318,9 +318,9 @@ def test_a_file_system_that_takes_no_advice(
 def test_large_writes_go_down_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """No write is larger than 256 KiB, whatever is handed over, and each ends on a multiple of it.
+    """No write is larger than 128 KiB, whatever is handed over, and each ends on a multiple of it.
 
-    Larger ones take 2 MiB of page cache at once, which many virtual machines have to ask for.
+    Larger ones take larger blocks of memory, which many virtual machines have to ask for.
     """
     pieces = []
     pwrite = os.pwrite
@@ -333,15 +333,15 @@ def test_large_writes_go_down_in_pieces(
     store = open_store(str(tmp_path))
     _write_all(store, way, 3 * MIB + 5)
     assert store.info("k").num_bytes == 3 * MIB + 5
-    assert [start for start, _ in pieces] == list(range(0, 3 * MIB + 5, 2**18))
-    assert max(end - start for start, end in pieces) == 2**18
+    assert [start for start, _ in pieces] == list(range(0, 3 * MIB + 5, 2**17))
+    assert max(end - start for start, end in pieces) == 2**17
 
 
 def test_a_part_may_begin_and_end_anywhere(tmp_path: Path) -> None:
     """Pieces are cut at multiples of the file, and the bytes are those that were given."""
     data = bytes(range(256)) * 4099
     assembly = open_store(str(tmp_path)).open_assembly("k", num_bytes=len(data))
-    cuts = [0, 1, 2**18 - 1, 2**18 + 1, 3 * 2**18, len(data)]
+    cuts = [0, 1, 2**17 - 1, 2**17 + 1, 3 * 2**17, len(data)]
     parts = [
         assembly.write_part(number, start, data[start:end])
         for number, (start, end) in enumerate(itertools.pairwise(cuts))
