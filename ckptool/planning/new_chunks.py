@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -13,7 +11,7 @@ import numpy.typing as npt
 
 from ckptool.model import Box, Ints
 
-__all__ = ["AllChunks", "NewChunk", "NewChunks"]
+__all__ = ["NewChunk", "NewChunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +73,3 @@ class NewChunks(Sequence[NewChunk]):
     def kept_sources(self) -> Ints:
         """The source chunks whose items are copied as they are."""
         return self.sources[self.source_starts[:-1][self.keep]]
-
-
-class AllChunks(Sequence[NewChunk]):
-    """The chunks of several tensors, one after another."""
-
-    def __init__(self, tensors: Sequence[NewChunks]) -> None:
-        self._tensors = tensors
-        self._ends = list(itertools.accumulate(len(tensor) for tensor in tensors))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @overload
-    def __getitem__(self, index: int) -> NewChunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[NewChunk]: ...
-
-    def __getitem__(self, index: int | slice) -> NewChunk | Sequence[NewChunk]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        number = bisect.bisect_right(self._ends, index)
-        return self._tensors[number][index - self._ends[number] + len(self._tensors[number])]
-
-    def __iter__(self) -> Iterator[NewChunk]:
-        return itertools.chain.from_iterable(self._tensors)

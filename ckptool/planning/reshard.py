@@ -8,7 +8,7 @@ new item. ``merge`` gives every tensor one chunk per target instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Chunks, Index, Ints, TensorEntry
 from ckptool.planning.chunk_rows import without_replicas
-from ckptool.planning.new_chunks import AllChunks, NewChunk, NewChunks
+from ckptool.planning.made import InBlocks
+from ckptool.planning.new_chunks import NewChunk, NewChunks
 
 __all__ = ["NewChunk", "NewChunks", "ReshardLayout", "plan_layout", "rank_bound_keys"]
 
@@ -35,9 +36,9 @@ class ReshardLayout:
     rank_bound: tuple[str, ...] = field(default=())
 
     @property
-    def chunks(self) -> AllChunks:
+    def chunks(self) -> Sequence[NewChunk]:
         """Those of all tensors, made as they are asked for."""
-        return AllChunks(self.tensors)
+        return InBlocks(map(len, self.tensors), self.tensors.__getitem__)
 
     @property
     def num_kept(self) -> int:
