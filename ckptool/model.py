@@ -33,6 +33,8 @@ __all__ = [
 Ints: TypeAlias = npt.NDArray[np.int64]
 Path: TypeAlias = "tuple[str | int, ...]"
 
+_MADE_AT_ONCE = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -169,13 +171,13 @@ class Chunks(Sequence[Chunk]):
 
     def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            return self.at(np.arange(*index.indices(len(self))))
         box = Box(tuple(self.offsets[index].tolist()), tuple(self.sizes[index].tolist()))
         return Chunk(box, self.item(index))
 
     def __iter__(self) -> Iterator[Chunk]:
-        blocks = (np.arange(i, min(i + 4096, len(self))) for i in range(0, len(self), 4096))
-        return itertools.chain.from_iterable(map(self.at, blocks))
+        starts = range(0, len(self), _MADE_AT_ONCE)
+        return itertools.chain.from_iterable(self[i : i + _MADE_AT_ONCE] for i in starts)
 
     def item(self, index: int) -> Item | None:
         """The item of chunk ``index``, None where nothing is stored."""

@@ -15,13 +15,9 @@ __all__ = ["ChunkRows", "Wanted", "ranks_of", "without_replicas"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing.
-
-    ``row`` is its position among the chunks of the entry.
-    """
+    """A chunk whose payload a plan needs; ``whole``: the item is copied with its framing."""
 
     entry: TensorEntry
-    row: int
     box: Box
     item: Item
     whole: bool
@@ -56,10 +52,9 @@ class ChunkRows:
 
     def __getitem__(self, index: int) -> Wanted:
         entry = self.entries[int(self.owner[index])]
-        row = int(self.row[index])
-        chunk = entry.chunks[row]
+        chunk = entry.chunks[int(self.row[index])]
         assert chunk.item is not None, "the structure was checked"
-        return Wanted(entry, row, chunk.box, chunk.item, bool(self.whole[index]))
+        return Wanted(entry, chunk.box, chunk.item, bool(self.whole[index]))
 
     def by_place(self) -> Ints:
         """The positions in the order of files, by name, and of the bytes in them."""

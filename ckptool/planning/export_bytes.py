@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -97,18 +97,13 @@ def _outputs(
     """The files; the segments of their tensors are made one tensor at a time."""
     make = Recent(_Blocks(tuple(files.values()), sources))
     return tuple(
-        Output.in_blocks(key, _each(make, number, len(parts)), again=partial(make, number))
+        Output.in_blocks(
+            key,
+            (make(number, i, 0) for i in range(len(parts))),
+            again=partial(make, number),
+        )
         for number, (key, parts) in enumerate(files.items())
     )
-
-
-def _each(
-    make: Callable[[int, int, int], Sequence[Segment]], file: int, num_parts: int
-) -> Iterator[Sequence[Segment]]:
-    start = 0
-    for number in range(num_parts):
-        yield (segments := make(file, number, start))
-        start += sum(segment.num_bytes for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,42 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, overload
 
-__all__ = ["ByteRanges", "InBlocks", "Made", "Recent"]
+__all__ = ["ByteRanges", "InBlocks", "Lazy", "Made", "Recent"]
 
 T = TypeVar("T")
 _KEPT = 2
 
 
-class Made(Sequence[T], Generic[T]):
+class Lazy(Sequence[T], ABC):
+    """A sequence whose elements are made from their position, by ``_element``."""
+
+    @abstractmethod
+    def _element(self, index: int) -> T:
+        """The element at ``index``, which counts from the start and is inside."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._element(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._element(index % len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._element, range(len(self)))
+
+
+class Made(Lazy[T]):
     """``length`` elements, each made by ``make`` from its position whenever it is asked for.
 
     ``walk`` gives all of them in order, where that costs less than one after another.
@@ -37,23 +61,14 @@ class Made(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(index)
-        return self._make(index % self._length)
-
     def __iter__(self) -> Iterator[T]:
-        return map(self._make, range(self._length)) if self._walk is None else iter(self._walk())
+        return super().__iter__() if self._walk is None else iter(self._walk())
+
+    def _element(self, index: int) -> T:
+        return self._make(index)
 
 
-class InBlocks(Sequence[T], Generic[T]):
+class InBlocks(Lazy[T]):
     """Elements made a block at a time, and not kept: ``make`` may remember (``Recent``).
 
     ``counts`` says how many elements each block has; ``make`` gives block i, each time the same.
@@ -66,22 +81,12 @@ class InBlocks(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        number = bisect.bisect_right(self._starts, index) - 1
-        return self._make(number)[index - self._starts[number]]
-
     def __iter__(self) -> Iterator[T]:
         return itertools.chain.from_iterable(map(self._make, range(len(self._starts) - 1)))
+
+    def _element(self, index: int) -> T:
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._make(number)[index - self._starts[number]]
 
 
 class Recent(Generic[T]):

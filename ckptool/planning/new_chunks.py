@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptool.model import Box, Ints
+from ckptool.planning.made import Lazy
 
 __all__ = ["NewChunk", "NewChunks"]
 
@@ -31,7 +30,7 @@ class NewChunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NewChunks(Sequence[NewChunk]):
+class NewChunks(Lazy[NewChunk]):
     """The new chunks of one tensor; ``offsets`` and ``sizes`` are ``[n, dims]``, the rest ``[n]``.
 
     The sources of chunk i are ``sources[source_starts[i]:source_starts[i + 1]]``.
@@ -49,14 +48,7 @@ class NewChunks(Sequence[NewChunk]):
     def __len__(self) -> int:
         return len(self.rank)
 
-    @overload
-    def __getitem__(self, index: int) -> NewChunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[NewChunk]: ...
-
-    def __getitem__(self, index: int | slice) -> NewChunk | Sequence[NewChunk]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _element(self, index: int) -> NewChunk:
         start, end = self.source_starts[index], self.source_starts[index + 1]
         return NewChunk(
             self.entry,
@@ -66,9 +58,6 @@ class NewChunks(Sequence[NewChunk]):
             bool(self.keep[index]),
             int(self.num_bytes[index]),
         )
-
-    def __iter__(self) -> Iterator[NewChunk]:
-        return (self[i] for i in range(len(self)))
 
     def kept_sources(self) -> Ints:
         """The source chunks whose items are copied as they are."""

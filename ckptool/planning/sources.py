@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from ckptool.formats.payloads import Payloads
 from ckptool.formats.safetensors_shards import PAYLOAD
 from ckptool.model import Box, Extent, Ints, Item, TensorEntry
 from ckptool.planning.chunk_rows import ChunkRows, Wanted
-from ckptool.planning.made import Made
+from ckptool.planning.made import Lazy, Made
 from ckptool.planning.plan import Check, Payload
 
 __all__ = ["Source", "Sources", "needs_probe", "source_of"]
@@ -76,7 +75,7 @@ def source_of(
     return Source(payload, check, stored, _item_crc(item, header, framing))
 
 
-class Sources(Sequence[Source]):
+class Sources(Lazy[Source]):
     """The sources of many chunks, in columns, each made as it is asked for.
 
     The check of source i has the id i. int64 ``[n]`` each, -1 for what is not there: ``start`` of
@@ -93,21 +92,11 @@ class Sources(Sequence[Source]):
     def __len__(self) -> int:
         return len(self.start)
 
-    @overload
-    def __getitem__(self, index: int) -> Source: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Source]: ...
-
-    def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        return self._made(int(self.chunks.owner[index]), index, index + 1)[0]
-
     def __iter__(self) -> Iterator[Source]:
         return itertools.chain.from_iterable(map(self.of_entry, range(len(self.chunks.entries))))
+
+    def _element(self, index: int) -> Source:
+        return self._made(int(self.chunks.owner[index]), index, index + 1)[0]
 
     def of_entry(self, number: int) -> list[Source]:
         """Those of the chunks of entry ``number``."""
